@@ -17,6 +17,7 @@ serve all of its sizes, so that a machine which cannot open any says so as it st
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,7 +46,7 @@ from cgtool.store.entry import Entry
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.leases import keep
 from cgtool.store.lookup import LookupStore
-from cgtool.store.records import Key, Row, parse_key
+from cgtool.store.records import Key, parse_key
 from cgtool.store.trust import TELLING, Records, TrustPolicy, resolved
 
 #: Adaptors whose code names the device that it was compiled on.
@@ -323,52 +324,30 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
             f"process see that one alone (CUDA_VISIBLE_DEVICES={index}), or warm with aot_inductor."
         )
         raise ArtifactError(msg, path=found.entry.name.hash, expected=0, actual=index)
+    plan = found.plan
     with Packages(device_index=index) as packages:
-        pieces = _pieces(found, _Openers(found.plan, packages, opener, device_index=index))
+
+        def open_now(adaptor: str, code: bytes, step: Step, bounds: Bounds) -> Boxed:
+            graph = graph_at(plan.graphs[step.graph], step, bounds)
+            if adaptor == EAGER:
+                return promised_function(graph, device_index=index)
+            return packages.open(code, graph) if adaptor == AOT_INDUCTOR else opener(adaptor, code, graph)
+
+        pieces = _pieces(found, open_now)
         return LoadedModel(
             module,
-            _with_added_guards(found.plan, pieces),
-            {place: _backend(rows) for place, rows in pieces.items()},
+            _with_added_guards(plan, pieces),
+            {place: _backend(choices) for place, choices in pieces.items()},
             device_index=index,
             variables=found.key.value("variables"),
             recheck_calls=recheck_calls,
         )
 
 
-class _Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """A row, what it means for its variant's symbols, and its function."""
-
-    row: Row
-    bounds: Bounds
-    guards: tuple[str, ...]
-    function: Unopened
-
-
-class _Openers:
-    """Makes what opens an artifact for a step of a plan."""
-
-    def __init__(self, plan: Plan, packages: Packages, opener: Opener, *, device_index: int | None) -> None:
-        self._plan = plan
-        self._packages = packages
-        self._opener = opener
-        self._device_index = device_index
-
-    def of(self, adaptor: str, code: bytes, step: Step, bounds: Bounds) -> Callable[[], Boxed]:
-        def open_now() -> Boxed:
-            graph = graph_at(self._plan.graphs[step.graph], step, bounds)
-            if adaptor == EAGER:
-                return promised_function(graph, device_index=self._device_index)
-            if adaptor == AOT_INDUCTOR:
-                return self._packages.open(code, graph)
-            return self._opener(adaptor, code, graph)
-
-        return open_now
-
-
-def _pieces(found: Found, openers: _Openers) -> dict[tuple[int, int], list[_Opened]]:
-    """Return the rows of each piece of each variant, by (variant, piece), in the order of the choice among them."""
+def _pieces(found: Found, open_now: Callable[[str, bytes, Step, Bounds], Boxed]) -> dict[tuple[int, int], list[Choice]]:
+    """Return what serves each piece of each variant, by (variant, piece), what is to be preferred first."""
     opened: dict[tuple[str, str, str, str], tuple[Unopened, tuple[str, ...]]] = {}
-    pieces: dict[tuple[int, int], list[_Opened]] = {}
+    pieces: dict[tuple[int, int], list[Choice]] = {}
     plan, manifest = found.plan, found.entry.manifest
     read = found.entry.artifacts(row.artifact for row in manifest.rows)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
@@ -387,21 +366,17 @@ def _pieces(found: Found, openers: _Openers) -> dict[tuple[int, int], list[_Open
         if key not in opened:
             code = code_of(read[digest], row, step.graph)
             guards = tuple(rename(text, step.symbols) for text in row.artifact.guards)
-            opened[key] = Unopened(openers.of(row.adaptor, code, step, bounds)), guards
+            opened[key] = Unopened(functools.partial(open_now, row.adaptor, code, step, bounds)), guards
         function, guards = opened[key]
-        place = row.variant, row.piece_index
-        pieces.setdefault(place, []).append(_Opened(row=row, bounds=bounds, guards=guards, function=function))
+        choice = Choice(shape=row.shape, bounds=bounds, guards=guards, function=function)
+        pieces.setdefault((row.variant, row.piece_index), []).append(choice)
     return pieces
 
 
-def _backend(rows: list[_Opened]) -> PiecewiseBackend:
+def _backend(choices: list[Choice]) -> PiecewiseBackend:
     return PiecewiseBackend(
-        general=next((one.function for one in rows if not one.bounds), None),
-        choices=[
-            Choice(shape=one.row.shape, bounds=one.bounds, guards=one.guards, function=one.function)
-            for one in rows
-            if one.bounds
-        ],
+        general=next((one.function for one in choices if not one.bounds), None),
+        choices=[one for one in choices if one.bounds],
     )
 
 
@@ -410,9 +385,9 @@ def _is_from_data(guard: str, variant: Variant) -> bool:
     return not set(symbols_of(guard)) <= {symbol.name for symbol in variant.symbols}
 
 
-def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[_Opened]]) -> Plan:
+def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[Choice]]) -> Plan:
     """Return the plan with what the compiler relied on for the general shape among its variants' relations."""
-    if not any(one.guards for rows in pieces.values() for one in rows):
+    if not any(one.guards for choices in pieces.values() for one in choices):
         return plan
     variants = []
     for index, variant in enumerate(plan.variants):
