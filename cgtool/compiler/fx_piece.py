@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from cgtool.compiler import _torch
 from cgtool.compiler.sizes import choose_hints
@@ -331,19 +332,13 @@ class _Writer:
         return node
 
     def _decode(self, data: Any) -> Any:
-        return self._with_placeholders(decode_value(data, self._lookup))
+        return map_aggregate(decode_value(data, self._lookup), self._in_its_place)
 
-    def _with_placeholders(self, value: Any) -> Any:
-        """Return a decoded value with the node in its place of each constant tensor and each body."""
+    def _in_its_place(self, value: Any) -> Any:
+        """Return the node in its place of a constant tensor or a body, anything else as it is."""
         if isinstance(value, torch.Tensor):
             return next(self._constants)
-        if isinstance(value, Body):
-            return held_body(value, self.bodies, self.graph)
-        if isinstance(value, list | tuple):
-            return type(value)(self._with_placeholders(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._with_placeholders(item) for key, item in value.items()}
-        return value
+        return held_body(value, self.bodies, self.graph) if isinstance(value, Body) else value
 
     def _lookup(self, ref: str) -> Any:
         number = int(ref.removeprefix("%"))
@@ -400,12 +395,8 @@ def body_module(body: Body) -> fx.GraphModule:
     values = [graph.placeholder(f"in_{n}") for n in range(body.num_inputs)]
 
     def decoded(data: Any) -> Any:
-        return with_bodies(decode_value(data, lambda ref: values[int(ref.removeprefix("%"))]))
-
-    def with_bodies(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(with_bodies(item) for item in value)
-        return held_body(value, held, graph) if isinstance(value, Body) else value
+        value = decode_value(data, lambda ref: values[int(ref.removeprefix("%"))])
+        return map_aggregate(value, lambda one: held_body(one, held, graph) if isinstance(one, Body) else one)
 
     for node in body.nodes:
         args = tuple(decoded(arg) for arg in node.args)

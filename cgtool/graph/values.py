@@ -25,8 +25,9 @@ from cgtool.errors import ArtifactError, SplitError
 from cgtool.plan.pieces import Body, Dim, Json, PieceGraph, TensorMeta
 
 _REF = r"%(0|[1-9][0-9]*)"
-_LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
-_FORMATS = {
+#: By the names that values have in JSON, here and in the literals of guards and outputs.
+LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+FORMATS = {
     str(v).removeprefix("torch."): v
     for v in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
@@ -48,8 +49,8 @@ _ATOMS: dict[type, Callable[[Any], Json]] = {
     type(...): lambda _value: {"ellipsis": 0},
     torch.dtype: lambda value: {"dtype": dtype_text(value)},
     torch.device: lambda value: {"device": device_text(value)},
-    torch.layout: lambda value: _named("layout", value, _LAYOUTS),
-    torch.memory_format: lambda value: _named("format", value, _FORMATS),
+    torch.layout: lambda value: _named("layout", value, LAYOUTS),
+    torch.memory_format: lambda value: _named("format", value, FORMATS),
 }
 _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -209,8 +210,8 @@ _DECODERS: dict[str, Callable[[Any, Any], Any]] = {
     "ellipsis": lambda _body, _lookup: ...,
     "dtype": lambda body, _: dtype_of(body),
     "device": lambda body, _: device_of(body),
-    "layout": lambda body, _: _LAYOUTS[body],
-    "format": lambda body, _: _FORMATS[body],
+    "layout": lambda body, _: LAYOUTS[body],
+    "format": lambda body, _: FORMATS[body],
     "const": _constant,
     "graph": lambda body, _: msgspec.convert(body, Body),
 }
@@ -254,6 +255,15 @@ def device_of(text: str, index: int | None = None) -> torch.device:
         with contextlib.suppress(RuntimeError):
             return torch.device(text) if index is None or text == "cpu" else torch.device(text, index)
     raise ArtifactError(f"{text!r} is not a device that this torch knows; warm again", actual=text)
+
+
+def placed(value: Any, index: int | None) -> Any:
+    """Return a device without an index, or a constant tensor, on the device of that index; anything else as it is."""
+    if isinstance(value, torch.device):
+        return device_of(value.type, index)
+    if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        return value.to(device_of(value.device.type, index))
+    return value
 
 
 def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None) -> TensorMeta:

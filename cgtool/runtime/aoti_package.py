@@ -42,7 +42,7 @@ import msgspec
 import torch
 
 from cgtool.errors import ArtifactError, NoRoomError
-from cgtool.graph.values import constants_of, device_of, dtype_of
+from cgtool.graph.values import constants_of, dtype_of, placed
 from cgtool.host import closing, opening
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
@@ -127,7 +127,7 @@ class Packages:
         run: Boxed = loader.boxed_run
         if any(meta.device not in ANYWHERE for meta in graph.inputs):
             run = keeping_writes(run, _written(package.metadata, graph))
-        constants = [_placed(tensor, self.device_index) for tensor in constants_of(graph)]
+        constants = [placed(tensor, self.device_index) for tensor in constants_of(graph)]
         if OUTPUTS in package.metadata:
             run = with_views(run, package.metadata[OUTPUTS], graph, num_constants=len(constants))
         return _with_constants(run, constants) if constants else run
@@ -342,12 +342,6 @@ def _in_memory(data: bytes) -> Iterator[str | None]:
             os.close(descriptor)
         return
     yield None
-
-
-def _placed(tensor: torch.Tensor, device_index: int | None) -> torch.Tensor:
-    if tensor.device.type in ("cpu", "meta"):
-        return tensor
-    return tensor.to(device_of(tensor.device.type, device_index))
 
 
 def _no_room(error: OSError | None) -> NoRoomError:

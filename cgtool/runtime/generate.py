@@ -27,7 +27,7 @@ import torch
 
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.expressions import FUNCTIONS, check_expression, python_source
-from cgtool.graph.values import decode_value, device_of, dtype_of
+from cgtool.graph.values import FORMATS, LAYOUTS, decode_value, device_of, dtype_of
 from cgtool.guards.sources import find_qualified
 from cgtool.plan.pieces import Json, PieceGraph
 
@@ -143,8 +143,6 @@ def malformed(what: str, data: Any) -> ArtifactError:
 
 
 _QUALIFIED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z"
-_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
-_LAYOUTS = ("strided", "sparse_coo", "sparse_csr")
 
 
 def template_source(
@@ -316,11 +314,6 @@ def _one(rest: list[Json]) -> str:
     return text
 
 
-def _of_torch(names: tuple[str, ...]) -> Callable[[list[Json]], Any]:
-    known = {name: getattr(torch, name) for name in names}
-    return lambda rest: known[_one(rest)]
-
-
 def _enum(rest: list[Json]) -> Any:
     name, member = rest
     found = _find(name)
@@ -349,8 +342,8 @@ _DECODERS: dict[str, Callable[[list[Json]], Any]] = {
     "d": lambda rest: {decode_literal(key): decode_literal(item) for key, item in rest},
     "dtype": lambda rest: dtype_of(_one(rest)),
     "device": lambda rest: device_of(_one(rest)),
-    "layout": _of_torch(_LAYOUTS),
-    "format": _of_torch(_FORMATS),
+    "layout": lambda rest: LAYOUTS[_one(rest)],
+    "format": lambda rest: FORMATS[_one(rest)],
     "slice": lambda rest: slice(*map(decode_literal, rest)),
     "range": lambda rest: range(*rest),
     "enum": _enum,

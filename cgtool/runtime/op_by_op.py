@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
-from cgtool.graph.values import decode_value, device_of, dtype_of, refs_of
+from cgtool.graph.values import decode_value, dtype_of, placed, refs_of
 from cgtool.plan.pieces import Body, Json, Node, PieceGraph
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.generate import (
@@ -226,22 +224,11 @@ class _PieceWriter:
                 return f"{{{', '.join(f'{self._value(k)}: {self._value(v)}' for k, v in body)}}}"
             return f"{self.code.constant(slice)}({', '.join(map(self._value, body))})"
         value = decode_value(data, self._local)
-        return self.code.constant(self._body(value) if tag == "graph" else self._placed(value))
+        return self.code.constant(self._body(value) if tag == "graph" else placed(value, self.device_index))
 
     def _body(self, body: Body) -> Callable[..., Any]:
         run = _PieceWriter(body, self.device_index, 0).maker()()
         return lambda *args: run(list(args))
-
-    def _placed(self, value: Any) -> Any:
-        """Give a device without an index, or a constant tensor, its place in this process."""
-        index = self.device_index
-        if index is None:
-            return value
-        if isinstance(value, torch.device):
-            return device_of(value.type, index)
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-            return value.to(device_of(value.device.type, index))
-        return value
 
     def _local(self, ref: Any) -> str:
         number = _ref_number(ref)
