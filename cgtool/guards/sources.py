@@ -159,9 +159,7 @@ class Roots:
         try:
             return apply_accessor(base, source.accessors[-1])
         except Exception as error:  # a property of the user's fails in any way it likes
-            name = source_words(source.text)
-            msg = f"{name} was there when this was compiled and is gone now ({type(error).__name__}: {error})."
-            raise SourceError(msg, path=name) from error
+            raise _gone(source, f" ({type(error).__name__}: {error})") from error
 
     def _root(self, source: Source) -> Any:
         if source.root == "self":
@@ -181,8 +179,7 @@ class Roots:
         owner, name = source.names
         module = find_module(owner)
         if name not in vars(module):
-            msg = f"{source_words(source.text)} was there when this was compiled and is gone now."
-            raise SourceError(msg, path=source_words(source.text))
+            raise _gone(source)
         return vars(module)[name]
 
     def _free(self, source: Source) -> Any:
@@ -194,8 +191,12 @@ class Roots:
                 return cell.cell_contents
             except ValueError:
                 pass
-        msg = f"{source_words(source.text)} was there when this was compiled and is gone now."
-        raise SourceError(msg, path=source_words(source.text))
+        raise _gone(source)
+
+
+def _gone(source: Source, why: str = "") -> SourceError:
+    name = source_words(source.text)
+    return SourceError(f"{name} was there when this was compiled and is gone now{why}.", path=name)
 
 
 def leads_to(source: str, places: Iterable[str]) -> bool:

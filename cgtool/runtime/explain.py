@@ -66,13 +66,14 @@ class Explainer:
         kinds = dict.fromkeys([*problems, *guards])
         return Failures(kinds=tuple(kinds), sizes=tuple(self._sizes(tensors, self._values(tensors))))
 
-    def _failed(self, roots: Roots) -> list[Any]:
+    def _failed(self, roots: Roots) -> list[Failure]:
         try:
             return check(self.variant.call_guards, roots) or self._of_another_class(roots)
         except CgtoolError:
             raise
         except Exception as error:  # noqa: BLE001 - a guard that cannot even be looked at does not hold, whatever the reason
-            return [_Unreadable(error)]
+            said = f"the arguments cannot be looked at ({type(error).__name__}: {error})"
+            return [Failure(guard=Guard(source="self", kind="value", expected=None), actual=None, sentence=said)]
 
     def _of_another_class(self, roots: Roots) -> list[Failure]:
         """Return the arguments whose class is not the one that goes by its name."""
@@ -203,15 +204,6 @@ class Failures:
 
     kinds: tuple[str, ...]
     sizes: tuple[str, ...]
-
-
-class _Unreadable:
-    """A failure of the guards as a whole."""
-
-    def __init__(self, error: Exception) -> None:
-        self.guard = Guard(source="self", kind="value", expected=None)
-        self.actual = None
-        self.sentence = f"the arguments cannot be looked at ({type(error).__name__}: {error})"
 
 
 def read_binding(binding: Binding, tensor: Any) -> int:

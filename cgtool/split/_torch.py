@@ -63,11 +63,6 @@ def overload_names(op: OpOverloadPacket) -> list[str]:
     return [str(name) for name in op.overloads()]  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def schema_of(op: OpOverload) -> Any:
-    """Return the op's schema, with the aliasing of its arguments and returns."""
-    return op._schema
-
-
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what two tensors that share memory have in common, or None where the tensor does not tell."""
     while _functorch.is_functorch_wrapped_tensor(tensor):

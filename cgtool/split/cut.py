@@ -34,6 +34,7 @@ from cgtool.split import _torch as private
 from cgtool.split.bodies import nodes_with_bodies
 from cgtool.split.memory import Memory
 from cgtool.split.nodes import RUNS, Kind, example, is_getitem_of_bundle, short_name
+from cgtool.split.program import Program
 
 _MAX_LISTED = 20
 #: Operators of Python that are an ATen op of another name when they meet a tensor.
@@ -169,14 +170,14 @@ class Segment:
     nodes: tuple[fx.Node, ...]
 
 
-def segments(kinds: dict[fx.Node, Kind], splitting: set[fx.Node], memory: Memory) -> list[Segment]:
-    """Cut the graph; no two neighbours are of one sort. Memory says what makes a reshape a reshape."""
+def segments(program: Program, splitting: set[fx.Node]) -> list[Segment]:
+    """Cut the graph; no two neighbours are of one sort."""
     owner: dict[fx.Node, int] = {}
     runs: list[tuple[bool, list[fx.Node]]] = []
-    for node, kind in kinds.items():
+    for node, kind in program.kinds.items():
         if kind not in RUNS:
             continue
-        if is_getitem_of_bundle(node, kinds):
+        if is_getitem_of_bundle(node, program.kinds):
             owner[node] = owner[node.args[0]]  # type: ignore[index]  # a node: asked just now
             runs[owner[node]][1].append(node)
             continue
@@ -185,22 +186,22 @@ def segments(kinds: dict[fx.Node, Kind], splitting: set[fx.Node], memory: Memory
             runs.append((cut, []))
         owner[node] = len(runs) - 1
         runs[-1][1].append(node)
-    return _joined([Segment(splitting=cut, nodes=tuple(nodes)) for cut, nodes in runs], memory, kinds)
+    return _joined([Segment(splitting=cut, nodes=tuple(nodes)) for cut, nodes in runs], program)
 
 
-def _joined(cut: list[Segment], memory: Memory, kinds: dict[fx.Node, Kind]) -> list[Segment]:
+def _joined(cut: list[Segment], program: Program) -> list[Segment]:
     """Give segments that are not worth a piece to a splitting neighbour, then join neighbours of one sort."""
     if not any(segment.splitting for segment in cut):
         return cut
     joined: list[Segment] = []
     for segment in cut:
-        splitting = segment.splitting or all(_is_trivial(node, memory) for node in segment.nodes)
+        splitting = segment.splitting or all(_is_trivial(node, program.memory) for node in segment.nodes)
         if joined and joined[-1].splitting is splitting:
             joined[-1] = Segment(splitting=splitting, nodes=(*joined[-1].nodes, *segment.nodes))
         else:
             joined.append(Segment(splitting=splitting, nodes=segment.nodes))
-    order = {node: index for index, node in enumerate(kinds)}
-    return [Segment(splitting=s.splitting, nodes=tuple(sorted(s.nodes, key=order.__getitem__))) for s in joined]
+    place = program.sizes.order.__getitem__
+    return [Segment(splitting=s.splitting, nodes=tuple(sorted(s.nodes, key=place))) for s in joined]
 
 
 def _is_trivial(node: fx.Node, memory: Memory) -> bool:

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cgtool.guards._torch import schema_of
 from cgtool.split import _torch as private
 from cgtool.split.bodies import bodies_of
 from cgtool.split.nodes import (
@@ -129,7 +130,7 @@ def _shares_with(node: fx.Node, kind: Kind) -> list[fx.Node]:
         return []
     shared: list[fx.Node] = []
     for op in private.overloads_of(node.target):
-        schema = private.schema_of(op)
+        schema = schema_of(op)
         if not any(result.alias_info is not None for result in schema.returns):
             continue
         for index, argument in enumerate(schema.arguments):
@@ -313,7 +314,7 @@ def _written_values(node: fx.Node) -> Iterator[Any]:
         for place in _STATISTICS:
             yield kwargs.get(place) if isinstance(place, str) else _at(args, place)
     for op in _ops_of(node):
-        for index, argument in enumerate(private.schema_of(op).arguments):
+        for index, argument in enumerate(schema_of(op).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield kwargs.get(argument.name) if argument.name in kwargs else _at(args, index)
 
@@ -376,7 +377,7 @@ def _aten_overloads(short: str) -> list[Any]:
 
 def _can_mean(op: Any, node: fx.Node) -> bool:
     """Return whether an overload takes these keywords, and all that it needs by keyword is there (`out`)."""
-    arguments = private.schema_of(op).arguments
+    arguments = schema_of(op).arguments
     if not set(node.kwargs) <= {argument.name for argument in arguments} | {"input", "axis", "keepdims"}:
         return False
     return all(

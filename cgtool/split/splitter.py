@@ -80,7 +80,7 @@ def split_graph(
     from_data = run_as_they_stand(kinds)
     apart: dict[fx.Node, str] = {}
     while True:
-        cut = segments(kinds, at | from_data | apart.keys(), program.memory)
+        cut = segments(program, at | from_data | apart.keys())
         result = _split_at(cut, program)
         more = _refused_nodes(cut, result, refused)
         if more.keys() <= apart.keys():

@@ -293,11 +293,6 @@ def _symbols(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another one."""
-    return tensor._base is not None
-
-
 def made_by_custom_op(name: str) -> bool:
     """Return whether `ns::op` was made with `torch.library.custom_op`."""
     return name in OPDEFS

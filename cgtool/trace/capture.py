@@ -151,10 +151,6 @@ class _Capture:
     def _held(self, sources: Iterable[str]) -> list[Held]:
         return [(place, place.get()) for place in (Place(self._roots, source) for source in sources)]
 
-    def takes(self, source: str) -> bool:
-        """Return whether `source` is a tensor that the plan checks as an input."""
-        return source in self.fakes
-
     def current_frame(self) -> Frame:
         if self.frame is None:
             msg = "Nothing in this model's forward works on tensors, so there is nothing to compile. Leave it as it is."
@@ -177,7 +173,7 @@ def trace_once(
     refuse_surroundings(Roots(module, method))
     roots = Roots(module, method, arguments)
     captured = _Capture(roots, marked, [place.text for place, _ in state.held])
-    recorder = GuardRecorder(frame=captured.current_frame, is_input=captured.takes)
+    recorder = GuardRecorder(frame=captured.current_frame, is_input=lambda source: source in captured.fakes)
     mode = private.detect_fake_mode(_tensors(arguments)) or contextlib.nullcontext()
     settings = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
     with torch.no_grad(), private.quiet_tracing(), explained(method), listening() as asked:

@@ -15,6 +15,7 @@ import torch
 
 from cgtool.errors import ModelError, UsageError
 from cgtool.graph._torch import share_storage
+from cgtool.guards._torch import is_view
 from cgtool.guards.signature import CallSignature
 from cgtool.model import DynamicDims, ExampleCall
 from cgtool.trace import _torch as private
@@ -231,7 +232,7 @@ def _is_lone_view(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
 
     Dynamo traces the base of a view as one more input, whose sizes a call need not show.
     """
-    if not private.is_view(tensor) or 0 in tensor.stride():
+    if not is_view(tensor) or 0 in tensor.stride():
         return False
     return not any(other is not tensor and share_storage(tensor, other) for other in given)
 
