@@ -112,13 +112,10 @@ class _Tracing:
         on_event: OnEvent,
     ) -> None:
         self.tracer = tracer
-        self.traced: list[Traced] = []
-        #: Which of the states of the model each was traced in, by number.
-        self._states: list[int] = []
+        #: For each trace its variants: one for each state that calls leave the model in.
+        self._kept: list[list[Live]] = []
         self.notes: list[str] = []
         self._not_runnable: list[Mapping[str, int]] = []
-        #: Those of them that were traced in this process, by their index.
-        self._live: dict[int, Live] = {}
         self._spec = spec
         self._tracers = tracers
         self._on_variant = on_variant
@@ -135,15 +132,13 @@ class _Tracing:
             except GraphBreakError as error:
                 if not install_hooks(local_of(error, INSTALLS, "model")):
                     raise
-            self.traced.clear()
-            self._states.clear()
-            self._live.clear()
+            self._kept.clear()
             self._tracers = None  # they know of no dimension that is static by now, and of no hooks
 
     def stitched(self, secs: float) -> Stitched:
         """Join what was traced into one plan; each variant must leave the model in a state that the others know."""
         spec = self._spec
-        self.traced = traced = _of_states(self.traced)
+        traced = _of_states([one.record for states in self._kept for one in states])
         variants = [one.variant for one in traced]
         if len({variant.settled for variant in variants}) > 1:
             refuse_side_effects([one.place for variant in variants for one in variant.settled])
@@ -169,11 +164,11 @@ class _Tracing:
     def _split_again(self, secs: float) -> Stitched:
         begun = time.perf_counter()
         calls = {call.name: call for call in self._spec.calls}
-        for index, one in enumerate(self.traced):
-            name, fixed = one.variant.name, one.variant.fixed
-            live = self._live.get(index) or self.tracer.trace(calls[name], fixed)[self._states[index]]
-            self._live[index] = live = self.tracer.split(name, fixed, live.trace)
-            self.traced[index] = live.record
+        for states in self._kept:
+            name, fixed = states[0].record.variant.name, states[0].record.variant.fixed
+            traces = [one.trace for one in states if one.trace is not None]
+            again = [self.tracer.split(name, fixed, trace) for trace in traces]
+            states[:] = again or self.tracer.trace(calls[name], fixed)
         return self.stitched(secs + time.perf_counter() - begun)
 
     def _make_static(self, error: FixedDimensionError) -> bool:
@@ -202,9 +197,9 @@ class _Tracing:
             )
         for index, (call, fixed) in enumerate(todo):
             try:
-                self._keep(*self._trace(call, fixed, progress=(index, len(todo))))
+                self._keep(self._trace(call, fixed, progress=(index, len(todo))))
             except CgtoolError as error:
-                reason = self.tracer.why_not_runnable(call, fixed) if fixed and self.traced else None
+                reason = self.tracer.why_not_runnable(call, fixed) if fixed and self._kept else None
                 if reason is None:
                     raise
                 _log.info("There is no variant for %s: %s", _spelled(fixed), error)
@@ -216,7 +211,8 @@ class _Tracing:
     def _widen(self, call: ExampleCall, sizes: Mapping[str, int]) -> None:
         """Trace further variants of a call until all sizes that are required of it are served."""
         require = {name: bounds for name, bounds in self._spec.require.items() if name in sizes}
-        own = [one.variant for one in self.traced if one.variant.name == call.name]
+        kept = (one.record.variant for states in self._kept for one in states)
+        own = [variant for variant in kept if variant.name == call.name]
         left_out: dict[str, list[str]] = {}
         more = 0
         for point in required_sizes(require, sizes, tuple(own)) if require else ():
@@ -239,18 +235,16 @@ class _Tracing:
         """Trace a variant that serves these sizes: of as many others as the model's code allows, or of these alone."""
         small = {name: size for name, size in asked.items() if size < FIRST_DYNAMIC}
         with contextlib.suppress(CgtoolError):  # Dynamo fixes a size that the code asks for
-            wide, lives = self._trace(call, small, point)
-            if serves(wide[0].variant, point):
-                return self._keep(wide, lives)
-        return self._keep(*self._trace(call, asked, point))
+            wide = self._trace(call, small, point)
+            if serves(wide[0].record.variant, point):
+                return self._keep(wide)
+        return self._keep(self._trace(call, asked, point))
 
-    def _keep(self, states: Sequence[Traced], lives: Sequence[Live]) -> Variant:
+    def _keep(self, states: Sequence[Live]) -> Variant:
         """Keep the variants of all states of the model; return that of its first."""
-        self._live.update(enumerate(lives, len(self.traced)))
-        self.traced += states
-        self._states += range(len(states))
-        self._tell(states)
-        first = states[0]
+        self._kept.append([*states])
+        self._tell(one.record for one in states)
+        first = states[0].record
         if not first.variant.dims.keys() - first.variant.fixed.keys() <= self._spec.require.keys():
             self.notes += first.relations  # else further variants serve what this one does not
         return first.variant
@@ -268,20 +262,21 @@ class _Tracing:
         fixed: Mapping[str, int],
         sizes: Mapping[str, int] | None = None,
         progress: tuple[int, int] | None = None,
-    ) -> tuple[tuple[Traced, ...], tuple[Live, ...]]:
+    ) -> Sequence[Live]:
         shown = fixed if sizes is None else {name: sizes[name] for name in self._spec.require if name in sizes}
         label = call.name + "".join(f", {name}={size}" for name, size in shown.items())
         begun = time.perf_counter()
         done, total = progress or (None, None)
         self._on_event(Event(phase="trace", message=label, done=done, total=total))
-        lives: tuple[Live, ...] = ()
         found = None if sizes is not None or self._tracers is None else self._tracers.take(call, fixed)
         if found is None:
-            lives = self.tracer.trace(call, fixed, sizes)
-            found = tuple(live.record for live in lives), time.perf_counter() - begun
+            states: Sequence[Live] = self.tracer.trace(call, fixed, sizes)
+            secs = time.perf_counter() - begun
+        else:
+            states, secs = [Live(record=record) for record in found[0]], found[1]
         done = None if done is None else done + 1
-        self._on_event(Event(phase="trace", message=label, done=done, total=total, secs=found[1]))
-        return found[0], lives
+        self._on_event(Event(phase="trace", message=label, done=done, total=total, secs=secs))
+        return states
 
 
 def _of_states(traced: Sequence[Traced]) -> list[Traced]:

@@ -106,10 +106,10 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """A variant that was traced in this process, with what else its trace gave."""
+    """A variant, with its trace where that was made in this process."""
 
     record: Traced
-    trace: Trace
+    trace: Trace | None = None
 
 
 class VariantTracer:
