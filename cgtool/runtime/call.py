@@ -21,9 +21,9 @@ from cgtool.host import variables_now
 from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
 from cgtool.runtime._torch import in_dual_level, is_traced
-from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols, with_sizes_from_data
+from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
-from cgtool.runtime.generate import decode_literal, hole_value, template_needs
+from cgtool.runtime.generate import decode_literal, hole_value
 from cgtool.runtime.op_by_op import piece_maker
 from cgtool.runtime.program import Program, ProgramWriter, WrapPiece, check_steps, compiled_steps, pieces_of
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight, place_of
@@ -377,13 +377,11 @@ class LoadedModel(AsModule):
         """Write a variant's functions: what accepts a call, what opens and chooses its pieces, what runs them."""
         variant = served.variant
         symbols = check_symbols(variant)
-        known = {item.source for item in variant.inputs}
-        _, sources = template_needs(variant.given, with_sizes_from_data(variant, symbols))
-        passed = [source for source in sources if source not in known]
+        program = ProgramWriter(variant, self._graphs, symbols, self._eager)
         writer = AcceptWriter(
             variant,
             served.call_inputs,
-            passed=passed,
+            passed=program.passed,
             names=self._signature.names,
             module=self.module,
             method=self._signature.method,
@@ -393,8 +391,7 @@ class LoadedModel(AsModule):
         for step in variant.steps:
             if (step.splitting or step.piece < 0) and step.graph not in self._eager:
                 self._eager[step.graph] = self._op_by_op(step.graph)
-        program = ProgramWriter(variant, self._graphs, symbols, self._eager)
-        function = program.function(served.calls, served.weights, passed)
+        function = program.function(served.calls, served.weights)
         served.program = function if self._device_index is None else _on_device(function, self._device_index)
         backends = [_piece(self._opened, served.index, step.piece) for step in compiled_steps(variant)]
         if (wrap := self._wrap) is None:

@@ -140,6 +140,11 @@ class ProgramWriter:
         self.graphs = graphs
         self.symbols = symbols
         self.eager = eager
+        known = {item.source: i for i, item in enumerate(variant.inputs)}
+        needed, sources = template_needs(variant.given, with_sizes_from_data(variant, symbols))
+        #: The values that the output takes, and the sources of the objects in it that are no inputs.
+        self.needed = {*needed, *(known[source] for source in sources if source in known)}
+        self.passed = [source for source in sources if source not in known]
         self.relations = [text for text in variant.relations if not set(symbols_of(text)) <= set(symbols)]
         self.code = Code(f"program of {len(variant.steps)} steps")
         self.defined = set(range(len(variant.inputs)))
@@ -151,13 +156,12 @@ class ProgramWriter:
         #: output are written, and what repairs it.
         self.makes: dict[tuple[int, int], list[tuple[str, str, str, str] | None]] = {}
 
-    def function(self, call_inputs: Sequence[int], weights: Sequence[int], passed: Sequence[str]) -> Program:
+    def function(self, call_inputs: Sequence[int], weights: Sequence[int]) -> Program:
         """Return the function.
 
         Args:
             call_inputs: Positions of the inputs that come with a call, in the order in which they are handed over.
             weights: Positions of the inputs that come from the model.
-            passed: Sources of objects that are handed over for the output.
 
         Raises:
             ArtifactError: The variant holds something outside its grammar.
@@ -169,14 +173,14 @@ class ProgramWriter:
         code.depth += 1
         self._unpack([f"v{i}" for i in call_inputs], "tensors")
         self._unpack(list(self.symbols), "sizes")
-        self._unpack([f"o{i}" for i in range(len(passed))], "passed")
+        self._unpack([f"o{i}" for i in range(len(self.passed))], "passed")
         self._unpack([f"v{i}" for i in weights], "weights")
         self._unpack([f"t{i}" for i in range(len(compiled_steps(self.variant)))], "table")
         code.add("del tensors, weights")
         self._forget(dying.get(-1, ()))
         for index, step in enumerate(self.variant.steps):
             self._step(step, dying.get(index, []))
-        objects = {source: f"o{i}" for i, source in enumerate(passed)}
+        objects = {source: f"o{i}" for i, source in enumerate(self.passed)}
         # An input that the output passes through is the very object that was passed in.
         objects.update((item.source, f"v{i}") for i, item in enumerate(self.variant.inputs))
         output = template_source(
@@ -203,9 +207,7 @@ class ProgramWriter:
         last = dict.fromkeys(range(len(self.variant.inputs)), -1)
         for index, step in enumerate(self.variant.steps):
             last.update(dict.fromkeys((*step.inputs, *step.outputs), index))
-        passed = {item.source: i for i, item in enumerate(self.variant.inputs)}
-        needed, sources = template_needs(self.variant.given, with_sizes_from_data(self.variant, self.symbols))
-        for value in (*needed, *(passed[source] for source in sources if source in passed)):
+        for value in self.needed:
             last.pop(value, None)
         dying: dict[int, list[int]] = {}
         for value, index in last.items():
