@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound, rounded
-from cgtool.compiler.proof.prove import first_line, is_out_of_memory, limits_of, same_bytes
+from cgtool.compiler.proof.prove import NotRunnableError, first_line, is_out_of_memory, limits_of, same_bytes
 from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, sorts, takes_steps
 from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, tensors_of
@@ -72,18 +72,6 @@ class CallProof(Record, frozen=True, kw_only=True):
     gap: str = ""
     #: Whether a later warm may succeed.
     later: bool = False
-
-
-class _NotRunnableError(Exception):
-    """The model itself does not run on these inputs.
-
-    Args:
-        later: Whether it may at another time: what failed is an exchange with other ranks.
-    """
-
-    def __init__(self, message: str, *, later: bool = False) -> None:
-        super().__init__(message)
-        self.later = later
 
 
 def room_for_weights(device: str) -> int:
@@ -152,7 +140,7 @@ class Calls:
         """Return what came of each variant; inputs are drawn in another way where the model does not run on them."""
         variants = self._found.plan.variants
         proofs: dict[int, CallProof] = {}
-        failures: dict[int, _NotRunnableError] = {}
+        failures: dict[int, NotRunnableError] = {}
         for style in STYLES if self._draws else STYLES[:1]:
             todo = [index for index in range(len(variants)) if index not in proofs]
             if not todo:
@@ -168,7 +156,7 @@ class Calls:
                 for index in todo:
                     try:
                         proofs[index] = self._variant(loaded, index, twins)
-                    except _NotRunnableError as error:
+                    except NotRunnableError as error:
                         failures.setdefault(index, error)
         for index, failure in failures.items():
             gap = f"not run: the model itself does not run on {'seeded' if self._draws else 'these'} inputs ({failure})"
@@ -178,7 +166,7 @@ class Calls:
     def _variant(self, loaded: LoadedModel, index: int, twins: Twins) -> CallProof:
         variant, alone = loaded.plan.variants[index], loaded.alone(index)
         proved: list[dict[str, int]] = []
-        failure: _NotRunnableError | None = None
+        failure: NotRunnableError | None = None
         refused: dict[str, int] | None = None
         self._restrides = {}
         for sizes in self._agreed(variant.name, list(self._sizes(variant, index))):
@@ -186,7 +174,7 @@ class Calls:
                 break
             try:
                 at, is_served = self._at(variant, alone, sizes, twins)
-            except _NotRunnableError as error:
+            except NotRunnableError as error:
                 failure = failure or error
                 continue
             if not is_served:
@@ -205,14 +193,14 @@ class Calls:
         """Return whether all ranks say yes: what one does alone, the others would wait for in a collective."""
         return yes if self._ranks is None else self._ranks.agree(about, yes=yes)
 
-    def _check_runs(self, failure: _NotRunnableError | None) -> None:
+    def _check_runs(self, failure: NotRunnableError | None) -> None:
         """Have all ranks hear whether the model runs on each: where it fails on one, exchanges of the others do too."""
         if self._ranks is not None:
             word = "runs" if failure is None else "later" if failure.later else "fails"
             words = self._ranks.meet("whether the model itself runs", word)
             if set(words) != {"runs"}:
                 msg = "it does not run on another rank" if failure is None else str(failure)
-                raise _NotRunnableError(msg, later="fails" not in words)
+                raise NotRunnableError(msg, later="fails" not in words)
 
     def _agreed(self, name: str, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
         """Return the sizes that all ranks want to call a variant at."""
@@ -249,7 +237,7 @@ class Calls:
         at = {**own, **(sizes or {}), **variant.fixed}
         try:
             run, eager = self._model_at(call, variant, sizes, twins)
-        except _NotRunnableError as error:
+        except NotRunnableError as error:
             self._check_runs(error)
             raise
         self._check_runs(None)
@@ -280,12 +268,12 @@ class Calls:
                 before, _ = arguments_for(call, self._signature, self._dims, {}, variant.sizes_before)
                 before = twins.arguments(before)
         except Exception as error:  # inputs of these sizes may not be made, for any reason
-            raise _NotRunnableError(_said(error)) from error
+            raise NotRunnableError(_said(error)) from error
         run = functools.partial(self._run, given, twins, variant, before)
         eager = self._eager(run)
         if self._draws and any(map(_has_nan, eager.given.values())):
             msg = "it gives NaN"
-            raise _NotRunnableError(msg)
+            raise NotRunnableError(msg)
         return run, eager
 
     def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran, tolerance: judge.Tolerance) -> None:
@@ -331,7 +319,7 @@ class Calls:
             with _torch.indices_checked(self._device):
                 ran = run(self._method)
         except Exception as error:  # whatever the user's code says to these inputs
-            raise _NotRunnableError(_said(error), later=_torch.failed_in_exchange(error)) from error
+            raise NotRunnableError(_said(error), later=_torch.failed_in_exchange(error)) from error
         finally:
             self._stage("start")
         return ran
@@ -407,7 +395,7 @@ class Calls:
             told = self._eager(functools.partial(run, within=_torch.told_that_it_compiles))
             for mine, theirs in dict(_unequal(ours, told)).values():
                 judge.check_numbers(mine, theirs, theirs, tolerance=self._tolerance)
-        except (judge.WrongError, _NotRunnableError):
+        except (judge.WrongError, NotRunnableError):
             return False
         return True
 

@@ -47,12 +47,16 @@ class _Given:
     outputs: _Tensors
 
 
-class _NotRunnableError(Exception):
-    """The piece itself cannot be run on any inputs that were tried."""
+class NotRunnableError(Exception):
+    """A piece, or a model, cannot itself be run on the inputs that were tried.
 
+    Args:
+        later: Whether it may be at another time: what it lacked is memory, or another rank.
+    """
 
-class _NoMemoryError(Exception):
-    """The piece could not be run here and now, at the smallest size that was tried."""
+    def __init__(self, message: str, *, later: bool = False) -> None:
+        super().__init__(message)
+        self.later = later
 
 
 def main(channel: Channel) -> None:
@@ -112,10 +116,8 @@ def prove_artifact(
     try:
         proof.at_the_ends(guards)
         found = ProofRecord()
-    except _NotRunnableError as error:
-        found = ProofRecord(verdict="unknown", reason=f"not proved: {error}")
-    except _NoMemoryError as error:
-        found = ProofRecord(verdict="later", reason=f"not proved: {error}")
+    except NotRunnableError as error:
+        found = ProofRecord(verdict="later" if error.later else "unknown", reason=f"not proved: {error}")
     return structs.replace(
         found, shapes=tuple(proof.shapes), worst_error=proof.worst_error, secs=time.perf_counter() - started
     )
@@ -165,13 +167,13 @@ class _Proof:
             try:
                 wanted = sizes_to_prove(self._graph, guards, limits)
             except CompileError as error:
-                raise _NotRunnableError(str(error)) from error
+                raise NotRunnableError(str(error)) from error
             try:
                 for sizes in wanted:
                     if sizes not in self.shapes:
                         self._at(sizes)
                         self.shapes.append(sizes)
-            except _NotRunnableError:
+            except NotRunnableError:
                 if not self.shapes:
                     raise
             except (MemoryError, RuntimeError) as error:
@@ -182,7 +184,7 @@ class _Proof:
             limits = replace(limits, num_bytes=limits.num_bytes // 2, num_flops=limits.num_flops / 2)
         if not self.shapes:
             msg = "there was not enough memory to run the piece"
-            raise _NoMemoryError(msg)
+            raise NotRunnableError(msg, later=True)
 
     def _at(self, sizes: Sizes) -> None:
         try:
@@ -227,7 +229,7 @@ class _Proof:
             first = first or given
         if first is None:
             msg = f"the piece does not run on seeded inputs ({type(failure).__name__}: {first_line(failure)})"
-            raise _NotRunnableError(msg)
+            raise NotRunnableError(msg)
         return first
 
     def _again(self, given: _Given) -> _Tensors:
