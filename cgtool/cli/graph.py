@@ -169,9 +169,7 @@ def _box(piece: Piece, top: int, colour: str | None) -> str:
 
 def _colours(report: GraphReport) -> dict[str, str]:
     """Return identity → colour of the pieces that are compiled, in order of first appearance."""
-    identities = dict.fromkeys(
-        piece.step.graph for piece in report.pieces if not piece.step.splitting and piece.step.piece >= 0
-    )
+    identities = dict.fromkeys(piece.step.graph for piece in report.pieces if not piece.step.splitting)
     return {
         identity: f"hsl({round(210 + number * _GOLDEN_ANGLE) % 360}, 65%, 50%)"
         for number, identity in enumerate(identities)

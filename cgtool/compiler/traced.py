@@ -199,7 +199,7 @@ class VariantTracer:
         """Yield the pieces that must run as they stand, and why: the split's, and what no compiler may be given."""
         yield from split.eager_pieces.items()
         for step in split.steps:
-            if not step.splitting and step.piece >= 0 and step.piece not in split.eager_pieces:
+            if not step.splitting and step.piece not in split.eager_pieces:
                 reason = self.pieces.fitness(split.graphs[step.graph]).as_it_stands
                 if reason is not None:
                     yield step.piece, reason
@@ -251,7 +251,7 @@ def _variant(
         named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
     known = {symbol.name for symbol in split.symbols}
     # guards on what the compiled pieces are made by: which kernels attention may use, say
-    compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting and step.piece >= 0)
+    compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting)
     settings = names_for_pieces(split.graphs[identity] for identity in compiled)
     states = [Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in settings]
     return Variant(

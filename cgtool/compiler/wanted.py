@@ -109,7 +109,7 @@ def wanted(
         for shape, tuned in _shapes_of(variant, asked):
             for step in variant.steps:
                 eager = (index, step.piece) in as_it_stands
-                if step.splitting or step.piece < 0 or (eager and shape != of_sizes(variant.fixed)):
+                if step.splitting or (eager and shape != of_sizes(variant.fixed)):
                     continue
                 adaptor = EAGER if eager else known.get((index, step.piece, shape_text(shape)), config.adaptor)
                 work.append(work_at(plan, index, step, shape, adaptor=adaptor, tuned=tuned and not eager))

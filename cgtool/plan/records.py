@@ -44,7 +44,7 @@ MethodName = Annotated[str, Meta(pattern=rf"\A{_WORD}\Z", max_length=200)]
 ClassName = Annotated[str, Meta(pattern=rf"\A{_DOTTED}:{_WORD}(\.({_WORD}|<locals>))*\Z", max_length=500)]
 #: The value of an input, or of an output of a step.
 ValueId = Annotated[int, Meta(ge=0, lt=2**24)]
-#: A piece's number; -1 where a step only computes sizes for the output.
+#: A piece's number; -1 where a step only lays out an output anew, op by op as a splitting piece runs.
 PieceIndex = Annotated[int, Meta(ge=-1, lt=2**24)]
 
 
@@ -113,8 +113,8 @@ class Step(Row):
     """One piece of a stitched program.
 
     Args:
-        piece: Its `piece_index`; a step that only computes sizes for the output has -1.
-        splitting: Whether it holds a splitting op; such a piece runs as it stands and is never compiled.
+        piece: Its `piece_index`; a step that only lays out an output anew has -1.
+        splitting: Whether it holds a splitting op, or only lays out: it runs as it stands and is never compiled.
         graph: The identity of its `PieceGraph` in the plan.
         symbols: The piece's symbols over the variant's.
         inputs: Value ids, one for each input of the graph.

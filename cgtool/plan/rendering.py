@@ -139,7 +139,7 @@ def _variant(plan: Plan, index: int) -> Iterator[str]:
 def _step(graph: PieceGraph, step: Step) -> Iterator[str]:
     results = ", ".join(f"v{number}" for number in step.outputs)
     given = ", ".join(f"v{number}" for number in step.inputs)
-    if not step.splitting and step.piece >= 0:
+    if not step.splitting:
         assign = f"{results} = " if results else ""
         yield f"    {assign}piece_{step.piece}({given})  # {step.graph[:_SHORT]}, {len(graph.nodes)} ops"
         return

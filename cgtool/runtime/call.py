@@ -25,7 +25,7 @@ from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
 from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import decode_literal, hole_value
 from cgtool.runtime.op_by_op import piece_maker
-from cgtool.runtime.program import Program, ProgramWriter, WrapPiece, check_steps, compiled_steps, pieces_of
+from cgtool.runtime.program import Program, ProgramWriter, WrapPiece, check_steps, pieces_of
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight, place_of
 
 #: Methods of a module that return it, to be chained: here they return the callable.
@@ -389,11 +389,11 @@ class LoadedModel(AsModule):
         )
         check_steps(variant, self._graphs, symbols)
         for step in variant.steps:
-            if (step.splitting or step.piece < 0) and step.graph not in self._eager:
+            if step.splitting and step.graph not in self._eager:
                 self._eager[step.graph] = self._op_by_op(step.graph)
         function = program.function(served.calls, served.weights)
         served.program = function if self._device_index is None else _on_device(function, self._device_index)
-        backends = [_piece(self._opened, served.index, step.piece) for step in compiled_steps(variant)]
+        backends = [_piece(self._opened, served.index, step.piece) for step in variant.steps if not step.splitting]
         if (wrap := self._wrap) is None:
             served.table = ShapeTable(symbols, backends)
         else:

@@ -37,11 +37,6 @@ from cgtool.runtime.generate import (
 Program = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-def compiled_steps(variant: Variant) -> list[Step]:
-    """Return the steps that need a compiled piece, in order."""
-    return [step for step in variant.steps if not step.splitting and step.piece >= 0]
-
-
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled piece of a variant.
 
@@ -70,7 +65,7 @@ def pieces_of(variant: Variant, graphs: Mapping[str, PieceGraph]) -> list[Piece]
     pieces = []
     for step in variant.steps:
         graph = graphs[step.graph]
-        if step.splitting or step.piece < 0:
+        if step.splitting:
             returned |= dict.fromkeys(step.outputs, ", ".join(op_names(graph)[:2]))
             continue
         symbols = (symbol for text in step.symbols.values() for symbol in symbols_of(text))
@@ -175,7 +170,7 @@ class ProgramWriter:
         self._unpack(list(self.symbols), "sizes")
         self._unpack([f"o{i}" for i in range(len(self.passed))], "passed")
         self._unpack([f"v{i}" for i in weights], "weights")
-        self._unpack([f"t{i}" for i in range(len(compiled_steps(self.variant)))], "table")
+        self._unpack([f"t{i}" for i in range(sum(not step.splitting for step in self.variant.steps))], "table")
         code.add("del tensors, weights")
         self._forget(dying.get(-1, ()))
         for index, step in enumerate(self.variant.steps):
@@ -233,7 +228,7 @@ class ProgramWriter:
         self._forget(value for value in step.outputs if value in dying)
 
     def _callee(self, step: Step) -> str:
-        if step.splitting or step.piece < 0:
+        if step.splitting:
             return self.code.constant(self.eager[step.graph])
         self.num_compiled += 1
         return f"t{self.num_compiled - 1}"

@@ -93,10 +93,7 @@ class Coverage:
 
 def planned(plan: Plan) -> Planned:
     """Return which pieces of each variant of a plan are compiled."""
-    return tuple(
-        frozenset(step.piece for step in variant.steps if step.piece >= 0 and not step.splitting)
-        for variant in plan.variants
-    )
+    return tuple(frozenset(step.piece for step in variant.steps if not step.splitting) for variant in plan.variants)
 
 
 def entry_coverage(manifests: Sequence[Manifest], *, plans: Mapping[RankName, Planned] | None = None) -> Coverage:

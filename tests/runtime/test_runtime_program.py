@@ -306,7 +306,7 @@ def test_nothing_of_the_plan_can_reach_builtins(model):
 
 def test_a_step_without_a_piece_runs_op_by_op(model):
     sizes = hand.graph([hand.ROWS], [hand.call("torch.relu", "%0")], ["%1"], [hand.ROWS])
-    step = Step(piece=-1, splitting=False, graph=sizes.identity(), symbols={"s0": "s0"}, inputs=(5,), outputs=(6,))
+    step = Step(piece=-1, splitting=True, graph=sizes.identity(), symbols={"s0": "s0"}, inputs=(5,), outputs=(6,))
     made = hand.variant(steps=(*hand.variant().steps, step), output=["v", 6])
     plan = hand.plan(made, graphs=[sizes])
     opened = {key: value for key, value in hand.opened(plan).items() if key[1] >= 0}
