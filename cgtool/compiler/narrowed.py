@@ -100,9 +100,7 @@ def narrowed_ranges(
 def narrowing_relations(variant: Variant, relations: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide.
 
-    Args:
-        variant: The variant.
-        relations: Where torch took each of its relations for granted: text → SLoc.
+    `relations` has where torch took each of the variant's for granted: text → SLoc.
     """
     lines = {text: _user_line(where) for text, where in relations.items()}
     dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}

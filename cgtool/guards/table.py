@@ -23,12 +23,7 @@ from cgtool.plan.records import Guard, GuardGroup, GuardTable, Texts
 
 
 def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure]:
-    """Return the guards that do not hold now, of the guards of several variants, each once.
-
-    Args:
-        guards: Those of each variant.
-        roots: The live model.
-    """
+    """Return the guards that do not hold now, of the guards of several variants, each once."""
     slow: dict[tuple[str, str, str], Guard] = {}
     tables: dict[int, tuple[Texts, dict[int, GuardGroup]]] = {}
     for of_variant in guards:

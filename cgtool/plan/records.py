@@ -226,12 +226,7 @@ class GuardGroup(Row):
 
 
 class GuardTable(Sequence[Guard]):
-    """Guards in groups; each is made when it is asked for.
-
-    Args:
-        texts: The texts that the groups speak of.
-        groups: The groups.
-    """
+    """Guards in groups that speak of the same texts; each is made when it is asked for."""
 
     def __init__(self, texts: Texts, groups: Iterable[GuardGroup]) -> None:
         self.texts = texts

@@ -154,12 +154,7 @@ def _step(graph: PieceGraph, step: Step) -> Iterator[str]:
 
 
 def node_text(node: Node, names: Mapping[str, str]) -> str:
-    """Return a node as a call: "torch.add(%0, 1, alpha=2)".
-
-    Args:
-        node: The node.
-        names: What values are called instead of their numbers.
-    """
+    """Return a node as a call: "torch.add(%0, 1, alpha=2)"; `names` has what values are called instead of %0."""
     given = [value_text(arg, names) for arg in node.args]
     given += [f"{name}={value_text(value, names)}" for name, value in sorted(node.kwargs.items())]
     if node.kind in ("size", "method") and given:

@@ -278,12 +278,7 @@ def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch
 
 
 def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:
-    """Yield what tensors of the model differ in from what was traced, for tensors that may be fake.
-
-    Args:
-        roots: The live model.
-        inputs: Inputs that belong to the model.
-    """
+    """Yield what tensors of the model, which may be fake, differ in from what was traced: these inputs."""
     for item in {item.source: item for item in inputs}.values():
         name = source_words(item.source)
         try:
