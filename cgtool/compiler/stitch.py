@@ -142,13 +142,14 @@ class _Tracing:
         variants = [one.variant for one in traced]
         if len({variant.settled for variant in variants}) > 1:
             refuse_side_effects([one.place for variant in variants for one in variant.settled])
-        graphs = {identity: graph for one in traced for identity, graph in one.graphs.items()}
+        plan = _plan(spec, traced)
+        graphs = plan.graphs
         served = (served for one in traced for served in one.served)
         narrowed = narrowed_ranges(served, self.tracer.dims.by_name, self._not_runnable)
         targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
         return Stitched(
-            plan=_plan(spec, traced),
+            plan=plan,
             code=joined(one.code for one in traced),
             ops=dict(sorted(item for graph in graphs.values() for item in graph.ops.items())),
             splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.splitting_ops)),

@@ -11,7 +11,7 @@ enter nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +37,11 @@ class GraphSizes:
     #: tensor.
     donors: Mapping[str, fx.Node]
     #: The symbols of sizes that come from data, among `names`.
-    from_data: frozenset[str] = frozenset()
+    from_data: frozenset[str]
     #: Node → its place in the graph.
-    order: Mapping[fx.Node, int] = field(default_factory=dict)
-    _relations: list[tuple[Any, frozenset[str]]] = field(default_factory=list)
+    order: Mapping[fx.Node, int]
+    #: What the trace found true of sizes, with the symbols in each.
+    relations: list[tuple[Any, frozenset[str]]]
 
     @classmethod
     def of(cls, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node] = ()) -> GraphSizes:
@@ -70,18 +71,15 @@ class GraphSizes:
             for size in example(node).shape if isinstance(example(node), torch.Tensor) else ():
                 if isinstance(size, torch.SymInt) and str(private.expr_of(size)) in from_data:
                     donors.setdefault(private.expr_of(size).name, node)
-        names = {name: f"s{index}" for index, name in enumerate(symbols)}
-        sizes = cls(
+        return cls(
             shape_env=shape_env,
-            names=names,
+            names={name: f"s{index}" for index, name in enumerate(symbols)},
             symbols=symbols,
             donors=donors,
             from_data=frozenset(from_data),
             order={node: index for index, node in enumerate(nodes)},
+            relations=[] if shape_env is None else _useful_relations(shape_env, set(symbols)),
         )
-        if shape_env is not None:
-            sizes._relations.extend(_useful_relations(shape_env, set(symbols)))
-        return sizes
 
     def ordered(self, symbols: Iterable[str]) -> list[str]:
         """Return the symbols in the order of the whole graph, each once; unknown ones last, by name."""
@@ -105,12 +103,12 @@ class GraphSizes:
 
     def relations_from_data(self) -> tuple[str, ...]:
         """Return the relations that hold of sizes which come from data, under the names of the graph."""
-        texts = {expression_text(expr, self.names) for expr, free in self._relations if free & self.from_data}
+        texts = {expression_text(expr, self.names) for expr, free in self.relations if free & self.from_data}
         return tuple(sorted(texts))
 
     def facts(self, names: Mapping[str, str]) -> tuple[str, ...]:
         """Return the relations over these symbols, under their new names, that ranges do not imply."""
-        texts = {expression_text(expr, names) for expr, free in self._relations if free <= set(names)}
+        texts = {expression_text(expr, names) for expr, free in self.relations if free <= set(names)}
         return tuple(sorted(texts))
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from cgtool.errors import SplitError
-from cgtool.graph.sympy_text import expression_text
+from cgtool.graph.values import dim_of
 from cgtool.plan.pieces import Json, NodeKind, PieceGraph, SymbolRange
 from cgtool.plan.records import Step
-from cgtool.split import _torch as private
 from cgtool.split.bodies import call_of
 from cgtool.split.cut import Segment, segments, splitting_nodes
 from cgtool.split.data import is_source, run_as_they_stand, with_numbers
@@ -244,8 +243,8 @@ def _output(value: Any, ids: Mapping[fx.Node, int], program: Program) -> Json:
 
 def _number(value: Any, program: Program) -> Json:
     if isinstance(value, torch.SymInt):
-        text = expression_text(private.expr_of(value), program.sizes.names)
-        return ["const", int(text)] if text.lstrip("-").isdigit() else ["expr", text]
+        dim = dim_of(value, program.sizes.names)
+        return ["const", dim] if isinstance(dim, int) else ["expr", dim]
     if value is None or type(value) in (bool, int, float, str):
         return ["const", value]
     raise SplitError(f"a {type(value).__name__} cannot be written into a plan; return a tensor or an integer")

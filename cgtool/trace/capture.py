@@ -116,7 +116,7 @@ class _Capture:
         graph_module = of_local_tensors(graph_module)
         write_publicly(graph_module)
         self.graph_module = graph_module
-        self.frame = module_frame(self._roots.method, output, self._roots)
+        self.frame = module_frame(output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
         self.held = tuple(hold_arrays(graph_module, self.frame))

@@ -305,11 +305,11 @@ def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard
     return tuple(kept.values())
 
 
-def module_frame(method: Any, output: Any, roots: Roots) -> Frame:
+def module_frame(output: Any, roots: Roots) -> Frame:
     """Return how names of the first frame are to be read, from the method and Dynamo's OutputGraph."""
-    function = getattr(method, "__func__", method)
+    function = getattr(roots.method, "__func__", roots.method)
     code = function.__code__
-    takes_self = function is not method and code.co_argcount > 0
+    takes_self = function is not roots.method and code.co_argcount > 0
     return Frame(
         owner=code.co_varnames[0] if takes_self else None,
         free=frozenset(code.co_freevars),
