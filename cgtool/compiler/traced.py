@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import sympy
 import torch
 
@@ -296,10 +295,7 @@ def _tensors(trace: Trace) -> list[Any]:
 
 def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: Dims) -> SymbolRange:
     """Return the symbol's range within what the user said of the dimensions that it carries."""
-    low, high = symbol.min, symbol.max
     for name, texts in named.items():
         if symbol.name in texts:
-            said = dims.by_name[name]
-            low = max(low, said.min)
-            high = said.max if high is None else high if said.max is None else min(high, said.max)
-    return msgspec.structs.replace(symbol, min=low, max=high)
+            symbol = symbol.within(dims.by_name[name].min, dims.by_name[name].max)
+    return symbol

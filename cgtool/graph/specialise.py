@@ -25,17 +25,16 @@ def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) ->
     for symbol in graph.symbols:
         low, high = ranges.get(symbol.name, (symbol.min, symbol.max))
         _check_range(symbol, low, high)
-        low = max(low, symbol.min)
-        high = symbol.max if high is None else high if symbol.max is None else min(high, symbol.max)
-        if low == high:
-            fixed[symbol.name] = low
+        narrowed = symbol.within(low, high)
+        if narrowed.min == narrowed.max:
+            fixed[symbol.name] = narrowed.min
         else:
-            symbols.append(SymbolRange(name=symbol.name, min=low, max=high))
-    narrowed = replace(graph, symbols=tuple(symbols))
+            symbols.append(narrowed)
+    found = replace(graph, symbols=tuple(symbols))
     if not fixed:
-        return narrowed
+        return found
     return replace(
-        narrowed,
+        found,
         facts=_facts(graph.facts, fixed),
         inputs=tuple(_meta(meta, fixed) for meta in graph.inputs),
         results=tuple(_meta(meta, fixed) for meta in graph.results),

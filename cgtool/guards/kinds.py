@@ -479,6 +479,8 @@ def same(one: Json, other: Json) -> bool:
     """Return whether two descriptions are equal as data: `True` is not `1`."""
     if type(one) is not type(other):
         return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)

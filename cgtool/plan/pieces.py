@@ -99,6 +99,11 @@ class SymbolRange(Row):
     min: Size
     max: Size | None
 
+    def within(self, low: int, high: int | None) -> Self:
+        """Return the symbol with those of its sizes that lie within bounds."""
+        highs = [bound for bound in (self.max, high) if bound is not None]
+        return replace(self, min=max(self.min, low), max=min(highs, default=None))
+
 
 class Node(Row):
     """One operation of a piece; `args` and `kwargs` hold encoded values.

@@ -24,6 +24,7 @@ from cgtool.guards import _torch as private
 from cgtool.guards import state
 from cgtool.guards.code import op_digest
 from cgtool.guards.files import distributions_now, sources_now
+from cgtool.guards.kinds import same
 from cgtool.guards.sources import qualified_name
 from cgtool.host import variables_now
 from cgtool.plan.grammar import digest_of
@@ -162,22 +163,11 @@ def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[
     for name, rule in FACTORS.items():
         if name in stored and when in (rule.when, None):
             now = rule.now(live, stored[name])
-            if not _equal(stored[name], now):
+            if not same(stored[name], now):  # to compare two digests of a big factor costs milliseconds
                 from cgtool.store.key import difference_between, sentences  # kept off the way of a hit
 
                 found += sentences(difference_between(name, stored[name], now))
     return tuple(found)
-
-
-def _equal(one: Json, other: Json) -> bool:
-    """Return whether two values are equal as data: to compare two digests of a big factor costs milliseconds."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
 
 
 def state_of(module: torch.nn.Module) -> Json:

@@ -53,6 +53,12 @@ def op_name(op: OpOverload | OpOverloadPacket) -> str:
     return f"{namespace}::{rest}"
 
 
+def aten_packet(short: str) -> OpOverloadPacket | None:
+    """Return the ATen op of a name, or None where there is none."""
+    packet = getattr(torch.ops.aten, short, None) if short and not short.startswith("__") else None
+    return packet if isinstance(packet, OpOverloadPacket) else None
+
+
 def overloads_of(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
     """Return the overload itself, or all overloads of a packet."""
     return [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in overload_names(op)]

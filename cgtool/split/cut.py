@@ -115,8 +115,8 @@ def _names_of_function(target: Any) -> frozenset[str]:
 
 
 def _aten_names(short: str) -> frozenset[str]:
-    packet = getattr(torch.ops.aten, short, None) if short and not short.startswith("__") else None
-    if not isinstance(packet, private.OpOverloadPacket):
+    packet = private.aten_packet(short)
+    if packet is None:
         return frozenset()
     return frozenset({f"aten::{short}", *(f"aten::{short}.{overload}" for overload in private.overload_names(packet))})
 

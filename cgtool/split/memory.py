@@ -371,8 +371,8 @@ def _ops_of(node: fx.Node) -> list[Any]:
 
 @cache
 def _aten_overloads(short: str) -> list[Any]:
-    packet = getattr(torch.ops.aten, short, None) if short and not short.startswith("__") else None
-    return private.overloads_of(packet) if isinstance(packet, private.OpOverloadPacket) else []
+    packet = private.aten_packet(short)
+    return [] if packet is None else private.overloads_of(packet)
 
 
 def _can_mean(op: Any, node: fx.Node) -> bool:
