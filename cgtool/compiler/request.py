@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -331,15 +332,10 @@ def _check(name: str, value: Json) -> None:
 
 
 def _get(name: str) -> Json:
-    value: Any = torch.backends
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(name)(torch.backends)
     return value if isinstance(value, bool) else str(value)
 
 
 def _set(name: str, value: Json) -> None:
-    owner: Any = torch.backends
-    *path, last = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    setattr(owner, last, value)
+    owner, _, last = name.rpartition(".")
+    setattr(operator.attrgetter(owner)(torch.backends) if owner else torch.backends, last, value)

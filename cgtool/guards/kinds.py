@@ -431,18 +431,15 @@ def _looked_at(guard: Guard, roots: Roots) -> Json:
         return evaluate(guard, roots)
     except GuardError:
         raise
-    except NoRuleError as error:
-        now = qualified_name(type(roots.resolve(guard.source)))
-        name = source_words(guard.source)
-        from cgtool.plan.rendering import expected_words  # kept off the way of a hit
-
-        was = expected_words(guard.kind, guard.expected)
-        msg = f"{name} was {was} when this was compiled and is of type {now} now."
-        raise GuardError(msg, actual=now) from error
     except Exception as error:  # None has no shape, a number has no length
         now = qualified_name(type(roots.resolve(guard.source)))
         name = source_words(guard.source)
         msg = f"{name} is of type {now} now, and was of another make when this was compiled ({error})."
+        if isinstance(error, NoRuleError):
+            from cgtool.plan.rendering import expected_words  # kept off the way of a hit
+
+            was = expected_words(guard.kind, guard.expected)
+            msg = f"{name} was {was} when this was compiled and is of type {now} now."
         raise GuardError(msg, actual=now) from error
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 import sys
 import weakref
@@ -316,7 +317,4 @@ def find_qualified(name: str) -> Any:
         AttributeError: The module has no such name any more.
     """
     module, _, path = name.partition(":")
-    found: Any = find_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(path)(find_module(module))

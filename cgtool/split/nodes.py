@@ -125,10 +125,7 @@ def _constant(node: fx.Node) -> Kind:
 
 def attribute_of(node: fx.Node) -> Any:
     """Return what a get_attr node reads."""
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def constant_of(node: fx.Node) -> torch.Tensor:
