@@ -6,6 +6,7 @@ Imports nothing, so that any room may raise them. A message is a sentence for th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -181,3 +182,23 @@ class RefusedError(CgtoolError):
     ) -> None:
         super().__init__(message, path=path, expected=expected, actual=actual)
         self.reason = reason
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; "" where it says nothing."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def brief(error: BaseException) -> str:
+    """Return an error as its class and the first line of what it says: "ValueError: too long"."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from or met, and so on."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__

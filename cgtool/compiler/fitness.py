@@ -22,7 +22,7 @@ import torch
 from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import op_named_in
 from cgtool.compiler.fx_piece import rebuild
-from cgtool.errors import CompileError
+from cgtool.errors import CompileError, chain_of
 from cgtool.graph._torch import OpOverload
 from cgtool.guards._torch import schema_of
 from cgtool.guards.code import is_composite
@@ -95,12 +95,8 @@ def fitness_of(graph: PieceGraph) -> Fitness:
 
 def op_named_by(error: BaseException) -> str | None:
     """Return the op that a failed compile is about; None where none is named."""
-    seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        seen.append(found)
-        found = found.__cause__ or found.__context__
-    named = [*map(_op_at_fault, seen), *(op_named_in(str(one)) for one in seen)]
+    chain = list(chain_of(error))
+    named = [*map(_op_at_fault, chain), *(op_named_in(str(one)) for one in chain)]
     return next(filter(None, named), None)
 
 

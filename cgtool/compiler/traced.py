@@ -18,7 +18,7 @@ from cgtool.compiler import _torch
 from cgtool.compiler.fitness import Fitness, fitness_of
 from cgtool.compiler.narrowed import Served, narrowing_relations, served_by
 from cgtool.config import AOT_INDUCTOR
-from cgtool.errors import CgtoolError, SplitError, TraceError
+from cgtool.errors import CgtoolError, SplitError, TraceError, first_line
 from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.values import tensor_meta
@@ -191,7 +191,7 @@ class VariantTracer:
             with torch.no_grad(), silenced("torch._subclasses.fake_tensor"), _torch.fake_mode_of(arguments):
                 self.signature.call(self.method, arguments)
         except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
-            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return first_line(error) or type(error).__name__
         return None
 
     def _as_they_stand(self, split: SplitResult) -> Iterator[tuple[int, str]]:

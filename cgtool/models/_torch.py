@@ -20,6 +20,8 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cgtool.errors import chain_of
+
 __all__ = [
     "FakeTensorMode",
     "blames_fake_tensors",
@@ -126,11 +128,5 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
 
 def blames_fake_tensors(error: BaseException) -> bool:
     """Tell whether `error`, or what it came from, is about values that a fake tensor does not have."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        if isinstance(link, _BLAMES) or any(text in str(link) for text in _BLAMING_TEXTS):
-            return True
-        link = link.__cause__ or link.__context__
-    return False
+    chain = chain_of(error)
+    return any(isinstance(link, _BLAMES) or any(text in str(link) for text in _BLAMING_TEXTS) for link in chain)

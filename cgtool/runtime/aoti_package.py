@@ -41,7 +41,7 @@ from typing import Any, Self
 import msgspec
 import torch
 
-from cgtool.errors import ArtifactError, NoRoomError
+from cgtool.errors import ArtifactError, NoRoomError, first_line
 from cgtool.graph.values import constants_of, dtype_of, placed
 from cgtool.host import closing, opening
 from cgtool.plan.pieces import Json, PieceGraph
@@ -362,7 +362,7 @@ def _no_memory_file(error: OSError, size_bytes: int) -> NoRoomError:
 
 
 def _cannot_open(error: RuntimeError) -> ArtifactError:
-    said = (str(error).strip().splitlines() or ["no reason given"])[0]
+    said = first_line(error) or "no reason given"
     if "failed to map segment" in said or "Operation not permitted" in said:
         advice = "Code may not run from where torch unpacks packages, /tmp: mount it without noexec, or use torch 2.13."
         return NoRoomError(f"Torch could not open a package: {said}. {advice}", actual=said)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cgtool.errors import ArtifactError, CgtoolError, GuardError
+from cgtool.errors import ArtifactError, CgtoolError, GuardError, first_line
 from cgtool.graph.expressions import evaluate
 from cgtool.guards import state
 from cgtool.guards.kinds import Failure, check
@@ -303,7 +303,7 @@ def call_failure(
         sizes: The values of its symbols.
         tensors: The call's and the model's.
     """
-    said = (str(error).strip().splitlines() or [""])[0]
+    said = first_line(error)
     if said.startswith("index out of bounds"):
         return IndexError(f"A call of {method} was given an index that lies outside of what it indexes ({said}).")
     is_memory = isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _NO_MEMORY)

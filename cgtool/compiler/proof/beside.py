@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound, rounded
-from cgtool.compiler.proof.prove import NotRunnableError, first_line, is_out_of_memory, limits_of, same_bytes
+from cgtool.compiler.proof.prove import NotRunnableError, is_out_of_memory, limits_of, same_bytes
 from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, sorts, takes_steps
 from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, tensors_of
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
-from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardError, NoRoomError
+from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardError, NoRoomError, brief
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Place, Roots
@@ -268,7 +268,7 @@ class Calls:
                 before, _ = arguments_for(call, self._signature, self._dims, {}, variant.sizes_before)
                 before = twins.arguments(before)
         except Exception as error:  # inputs of these sizes may not be made, for any reason
-            raise NotRunnableError(_said(error)) from error
+            raise NotRunnableError(brief(error)) from error
         run = functools.partial(self._run, given, twins, variant, before)
         eager = self._eager(run)
         if self._draws and any(map(_has_nan, eager.given.values())):
@@ -319,7 +319,7 @@ class Calls:
             with _torch.indices_checked(self._device):
                 ran = run(self._method)
         except Exception as error:  # whatever the user's code says to these inputs
-            raise NotRunnableError(_said(error), later=_torch.failed_in_exchange(error)) from error
+            raise NotRunnableError(brief(error), later=_torch.failed_in_exchange(error)) from error
         finally:
             self._stage("start")
         return ran
@@ -335,7 +335,7 @@ class Calls:
             if is_out_of_memory(error):
                 raise
             self._all("the compiled call runs", yes=False)  # raises where it failed because another rank is gone
-            msg = f"it fails where the model runs ({_said(error)})"
+            msg = f"it fails where the model runs ({brief(error)})"
             raise judge.WrongError(msg) from error
         finally:
             self._stage("start")
@@ -398,10 +398,6 @@ class Calls:
         except (judge.WrongError, NotRunnableError):
             return False
         return True
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _unequal(ours: _Ran, eager: _Ran) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:

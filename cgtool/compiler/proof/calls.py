@@ -28,10 +28,9 @@ import msgspec
 import torch
 
 from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
-from cgtool.compiler.proof.prove import first_line
 from cgtool.compiler.proof.twins import num_fake_bytes, over_same_memory
 from cgtool.compiler.ranks import RankAbsentError, RankLostError, Ranks
-from cgtool.errors import CallMismatchError, ProofCrashError
+from cgtool.errors import CallMismatchError, ProofCrashError, brief
 from cgtool.guards import _torch as private
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
@@ -170,7 +169,7 @@ def replica(spec: ModelSpec) -> ModelSpec:
     try:
         return dataclasses.replace(spec, module=copy.deepcopy(spec.module, memo))
     except Exception as error:  # whatever the model holds may refuse
-        msg = f"the model cannot be copied ({type(error).__name__}: {first_line(error)})"
+        msg = f"the model cannot be copied ({brief(error)})"
         raise _NoReplicaError(msg) from error
 
 
@@ -261,5 +260,5 @@ def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks:
         return _Answer(variants=(CallProof(gap=gap, later=True),) * len(found.plan.variants))
     except Exception as error:  # noqa: BLE001 - nothing was learnt of the calls, and the record says so
         traceback.print_exc()
-        gap = f"not run: {type(error).__name__}: {first_line(error)}"
+        gap = f"not run: {brief(error)}"
         return _Answer(variants=(CallProof(gap=gap, later=True),) * len(found.plan.variants))

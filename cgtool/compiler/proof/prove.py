@@ -25,7 +25,7 @@ from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, sorts, ta
 from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
 from cgtool.config import AOT_INDUCTOR
-from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError
+from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError, brief
 from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
@@ -213,7 +213,7 @@ class _Proof:
     def _given(self, sizes: Sizes) -> _Given:
         """Run the piece op by op, on the first inputs that it takes and that give no NaN."""
         first: _Given | None = None
-        failure: Exception | None = None
+        failures: list[Exception] = []
         for style in STYLES:
             try:
                 drawn = draw(self._graph, sizes, device_index=self._device_index, style=style)
@@ -222,13 +222,13 @@ class _Proof:
             except Exception as error:  # whatever the user's ops say to drawn values
                 if is_out_of_memory(error):
                     raise
-                failure = failure or error
+                failures.append(error)
                 continue
             if not any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in given.outputs):
                 return given
             first = first or given
         if first is None:
-            msg = f"the piece does not run on seeded inputs ({type(failure).__name__}: {first_line(failure)})"
+            msg = f"the piece does not run on seeded inputs ({brief(failures[0])})"
             raise NotRunnableError(msg)
         return first
 
@@ -276,7 +276,7 @@ class _Proof:
         except Exception as error:  # whatever it is, it is what the user would meet
             if is_out_of_memory(error):
                 raise
-            msg = f"fails where the piece runs: {type(error).__name__}: {first_line(error)}"
+            msg = f"fails where the piece runs: {brief(error)}"
             raise judge.WrongError(msg) from error
         return found
 
@@ -376,8 +376,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
     )
-
-
-def first_line(error: BaseException | None) -> str:
-    """Return the first line of what an error says."""
-    return (str(error).strip().splitlines() or [""])[0]
