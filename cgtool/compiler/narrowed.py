@@ -103,7 +103,7 @@ def narrowing_relations(variant: Variant, relations: Mapping[str, Any]) -> Itera
     `relations` has where torch took each of the variant's for granted: text → SLoc.
     """
     lines = {text: _user_line(where) for text, where in relations.items()}
-    dim_of = {symbol: dim for dim, carried in variant.dims.items() for symbol in carried}
+    dim_of = variant.dim_of
     ends = {dim_of[s.name]: (s.min, s.max) for s in variant.symbols if s.name in dim_of}
     narrowing: dict[tuple[str, ...], list[str]] = {}
     for text in variant.relations:

@@ -49,6 +49,10 @@ _ACCESSOR = re.compile(
 )
 
 
+#: How sources begin that belong to a call, so that they can only be looked at then.
+OF_CALL = ("arg:", "state:")
+
+
 class SourceError(GuardError):
     """A source is malformed, or the object that it names is gone."""
 

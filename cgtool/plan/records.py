@@ -192,6 +192,11 @@ class VariantHead(Record, kw_only=True):
     sizes_before: dict[DimName, Count] | None = None
 
     @property
+    def dim_of(self) -> dict[str, str]:
+        """The dimension that each symbol carries, of those that carry one."""
+        return {symbol: dim for dim, symbols in self.dims.items() for symbol in symbols}
+
+    @property
     def given(self) -> Json:
         """What the program gives, as a template: the output, and with it what is kept where something is."""
         return ["tuple", [self.output, *(one.value for one in self.kept)]] if self.kept else self.output

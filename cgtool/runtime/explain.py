@@ -54,7 +54,7 @@ class Explainer:
         self._module = module
         self._device_index = device_index
         self._bindings = find_bindings(variant, inputs)
-        self._dims = {symbol: name for name, symbols in variant.dims.items() for symbol in symbols}
+        self._dims = variant.dim_of
 
     def failures(self, arguments: Mapping[str, Any]) -> Failures:
         """Return what of the variant `arguments`, the root locals of a call, does not meet."""

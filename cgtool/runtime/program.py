@@ -60,7 +60,7 @@ WrapPiece = Callable[[Piece, Boxed], Boxed]
 
 def pieces_of(variant: Variant, graphs: Mapping[str, PieceGraph]) -> list[Piece]:
     """Return the compiled pieces of a variant in the order of its steps."""
-    names = {symbol: name for name, symbols in variant.dims.items() for symbol in symbols}
+    names = variant.dim_of
     returned: dict[int, str] = {}
     pieces = []
     for step in variant.steps:

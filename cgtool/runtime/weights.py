@@ -30,7 +30,7 @@ from torch import nn
 
 from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.values import device_of, dtype_of, dtype_text
-from cgtool.guards.sources import Place, Roots, SourceError
+from cgtool.guards.sources import OF_CALL, Place, Roots, SourceError
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
@@ -43,8 +43,6 @@ _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
 _INT = frozenset({int})
 _OF_PARAMETERS = frozenset({nn.ParameterList, nn.ParameterDict})
-#: How sources begin that belong to a call.
-_OF_CALL = ("arg:", "state:")
 
 
 class StructureChangedError(Exception):
@@ -198,7 +196,7 @@ def _same_check(
     weights = sorted(item.source for item in inputs)
     for guard in same:
         other = guard.kind.removeprefix("same:")
-        if guard.source.startswith(_OF_CALL) or other.startswith(_OF_CALL):
+        if guard.source.startswith(OF_CALL) or other.startswith(OF_CALL):
             continue
         modules = known.module(guard.source), known.module(other)
         if None not in modules:
@@ -219,7 +217,7 @@ def _leads_to_one(source: str, ordered: Sequence[str]) -> bool:
 
 def is_weight(item: Input) -> bool:
     """Return whether an input belongs to the model and has one shape for all calls."""
-    return not item.source.startswith(_OF_CALL) and _INT.issuperset(map(type, item.meta.dims))
+    return not item.source.startswith(OF_CALL) and _INT.issuperset(map(type, item.meta.dims))
 
 
 def place_of(roots: Roots, text: str) -> Place:

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
-from cgtool.guards.sources import Roots
+from cgtool.guards.sources import OF_CALL, Roots
 from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.objects import has_identity
@@ -112,7 +112,6 @@ _WITH_ARGUMENT = {
     "SET_CONTAINS": ("key", "contains"),
     "SET_NOT_CONTAINS": ("key", "contains"),
 }
-_EXPECTED = {"DICT_CONTAINS": True, "DICT_NOT_CONTAINS": False, "SET_CONTAINS": True, "SET_NOT_CONTAINS": False}
 
 
 @dataclass(kw_only=True)
@@ -231,7 +230,8 @@ class GuardRecorder:
         if word == "contains":
             kind = f"contains:{json.dumps(encode_literal(value))}"
             # torch 2.11 has one guard with `invert` where 2.13 has two.
-            self._add(text, kind, _EXPECTED[entry.guard_type] and not create.keywords.get("invert", False))
+            is_inverted = "_NOT_" in entry.guard_type or create.keywords.get("invert", False)
+            self._add(text, kind, expected=not is_inverted)
             return
         self._add(text, f"{word}:{value}", describe(f"{word}:{value}", entry.value))
 
@@ -275,8 +275,8 @@ def _is_implied_type(text: str, value: Any) -> bool:
 
 def split_guards(guards: Sequence[Guard]) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
     """Return (model guards, call guards): what can be checked at load, and what belongs to each call."""
-    model = tuple(g for g in guards if not g.source.startswith(("arg:", "state:")))
-    call = tuple(g for g in guards if g.source.startswith(("arg:", "state:")))
+    model = tuple(g for g in guards if not g.source.startswith(OF_CALL))
+    call = tuple(g for g in guards if g.source.startswith(OF_CALL))
     return model, call
 
 

@@ -192,7 +192,7 @@ def _of_call(old: Variant, new: Variant) -> Iterator[Difference]:
 
 
 def _sizes(variant: Variant) -> dict[str, str]:
-    named = {symbol: dim for dim, symbols in variant.dims.items() for symbol in symbols}
+    named = variant.dim_of
     return {
         named.get(symbol.name, symbol.name): f"{symbol.min} or more"
         if symbol.max is None
