@@ -226,7 +226,7 @@ def trace_once(
         classes=seen.classes,
         variables=frozenset(recorder.variables),
         asked=asked,
-        output=_template(reader, result, method),
+        output=_template(reader, result, "output", line_of_return(method)),
         shape_env=captured.shape_env,
         settled=tuple(writes.settled),
         kept={source: templates[source] for source in writes.kept},
@@ -237,11 +237,11 @@ def trace_once(
     )
 
 
-def _template(reader: TemplateReader, result: Any, method: Callable[..., Any]) -> Json:
+def _template(reader: TemplateReader, value: Any, name: str, line: str) -> Json:
     try:
-        return reader.read(result)
+        return reader.read(value, name)
     except TraceError as error:
-        raise TraceError(f"{error}{line_of_return(method)}", path=error.path, actual=error.actual) from error
+        raise TraceError(f"{error}{line}", path=error.path, actual=error.actual) from error
 
 
 def _templates(reader: TemplateReader, left: Iterable[Held], lines: Mapping[str, str]) -> dict[str, Json]:
@@ -250,11 +250,7 @@ def _templates(reader: TemplateReader, left: Iterable[Held], lines: Mapping[str,
     for place, value in left:
         if not can_be_kept(value):
             refuse_side_effects([place.text], lines)
-        try:
-            found[place.text] = reader.read(value, source_words(place.text))
-        except TraceError as error:
-            msg = f"{error}{lines.get(place.text, '')}"
-            raise TraceError(msg, path=error.path, actual=error.actual) from error
+        found[place.text] = _template(reader, value, source_words(place.text), lines.get(place.text, ""))
     return found
 
 
