@@ -136,9 +136,7 @@ def arguments_for(
         ModelError: The example does not fit the method, or a named dimension is not there.
     """
     outer = _outer_arguments(call, signature)
-    for place in dims.places:
-        signature.source(place.parameter)
-    targets = _targets(outer, dims, {**(sizes or {}), **fixed})
+    targets = _targets(outer, signature, dims, {**(sizes or {}), **fixed})
     given = [leaf for leaf in private.tree_leaves(outer) if isinstance(leaf, torch.Tensor)]
     marked: list[tuple[torch.Tensor, int, str]] = []
     by_parameter: dict[str, list[Place]] = {}
@@ -169,7 +167,7 @@ def sizes_of(call: ExampleCall, signature: CallSignature, dims: Dims) -> dict[st
     Raises:
         ModelError: The example does not fit the method, or a named dimension is not there.
     """
-    return _targets(_outer_arguments(call, signature), dims, {})
+    return _targets(_outer_arguments(call, signature), signature, dims, {})
 
 
 def _outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
@@ -190,10 +188,13 @@ def _as_call(outer: Mapping[str, Any], signature: CallSignature) -> tuple[tuple[
     return bound.args, {**bound.kwargs, **{name: value for name, value in outer.items() if name not in named}}
 
 
-def _targets(outer: Mapping[str, Any], dims: Dims, fixed: Mapping[str, int]) -> dict[str, int]:
+def _targets(
+    outer: Mapping[str, Any], signature: CallSignature, dims: Dims, fixed: Mapping[str, int]
+) -> dict[str, int]:
     """Return the size of each named dimension in this variant: fixed, the example's own, or the nearest allowed."""
     targets: dict[str, int] = dict(fixed)
     for place in dims.places:
+        signature.source(place.parameter)  # refuses what is no argument
         tensor = outer.get(place.parameter)
         if tensor is None:
             continue
