@@ -14,10 +14,12 @@ in them, of layer i. Needs transformers, and is imported for its models alone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import re
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +35,6 @@ from cgtool.errors import GuardError, ModelError, UsageError
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Plan
-from cgtool.runtime._torch import eager_call
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.find import Found
 from cgtool.runtime.otherwise import AnyCall, Otherwise
@@ -49,6 +50,10 @@ _SEQ: Final = 16
 _TAKEN: Final = frozenset(
     {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
 )
+
+
+#: What a configuration may ask for that a step does not give.
+_WANTED: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class StaticCacheStep(nn.Module):
@@ -87,7 +92,7 @@ class StaticCacheStep(nn.Module):
         more: dict[str, Any] = {"position_ids": tensors["position_ids"]} if self.takes_positions else {}
         if self.keeps_last:
             more["logits_to_keep"] = 1
-        output = self.model(
+        output = self.model.forward(  # its hooks run around the compiled step
             input_ids=input_ids,
             attention_mask=masks or tensors.get("mask"),
             past_key_values=cache,
@@ -280,6 +285,7 @@ class StaticCacheForward:
         self._model = model
         self._loaded = loaded
         self._signature = inspect.signature(model.forward)
+        self._output = _output_class(model)
         step: Any = loaded.module
         self._takes_positions: bool = step.takes_positions
         self._keeps_last: bool = step.keeps_last
@@ -291,7 +297,7 @@ class StaticCacheForward:
         #: How many tokens each cache holds at most: asking a GPU for it would wait for all that it has to do.
         self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step.
 
         Raises:
@@ -309,7 +315,7 @@ class StaticCacheForward:
             raise GuardError(refusal, path="past_key_values")
         logits = self._loaded(ids, **dict(self._arguments(given, ids, cache)))
         self._held[cache] += ids.shape[1]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return self._output(logits=logits, past_key_values=cache)
 
     attempt = __call__
 
@@ -333,6 +339,8 @@ class StaticCacheForward:
             )
 
     def _refusal(self, given: Mapping[str, Any]) -> str | None:
+        if any(part.training for part in self._model.children()):  # which the copy shares
+            return "The model is in training mode. Compiled entries are for inference: call model.eval() first."
         cache = given.get("past_key_values")
         if not isinstance(cache, StaticCache):
             kind = "no cache" if cache is None else f"a {type(cache).__name__}"
@@ -355,6 +363,15 @@ class StaticCacheForward:
         if others or given.get("input_ids") is None:
             what = f"brings {', '.join(others)}" if others else "brings no input_ids"
             return f"The call {what}: a compiled step takes ids, their positions, a mask and a cache."
+        config: Any = self._model.config
+        wanted = [name for name in _WANTED if given.get(name) is None and getattr(config, name, False)]
+        if wanted or not given.get("return_dict", True):
+            what = f"{wanted[0]} of the model's configuration" if wanted else "return_dict=False"
+            return f"{what} asks for another output than logits and a cache, which are what a compiled step gives."
+        masks = given.get("attention_mask")
+        if isinstance(masks, torch.Tensor) and masks.dim() > 2 and "mask" not in self._masks:  # noqa: PLR2004
+            kinds = " and ".join(name[5:] for name in self._masks)
+            return f"The layers differ in their masks: pass a dict of {kinds}, or a mask of tokens."
         seq = given["input_ids"].shape[1]
         if self._held.get(cache, self.length) + seq > self.length:
             self._held[cache] = int(cache.get_seq_length())  # it may have been emptied
@@ -375,7 +392,7 @@ class StaticCacheForward:
                 positions = (torch.arange(seq, device=ids.device) + past)[None]
             yield "position_ids", positions.expand(batch, seq).contiguous()
         masks = given.get("attention_mask")
-        if isinstance(masks, torch.Tensor) and masks.dim() == 2:  # noqa: PLR2004
+        if masks is None or (isinstance(masks, torch.Tensor) and masks.dim() == 2):  # noqa: PLR2004
             masks = _masks_for(
                 self._model,
                 cache,
@@ -390,6 +407,17 @@ class StaticCacheForward:
             # transformers leaves out a mask that is causal and no more; a program takes one all the same.
             yield name, _causal(past, (batch, seq, self.length), dtype) if mask is None else mask.contiguous()
         yield from _tensors(cache)
+
+
+def _output_class(model: Any) -> Any:
+    """Return the class of what a model returns, by the annotation of its forward."""
+    try:
+        hint = typing.get_type_hints(model.forward).get("return")
+    except Exception:  # noqa: BLE001 - an annotation may be any code
+        hint = None
+    found = (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one))
+    fields = {"logits", "past_key_values"}
+    return next((one for one in found if fields <= {f.name for f in dataclasses.fields(one)}), CausalLMOutputWithPast)
 
 
 def _is_one(value: Any) -> bool:
@@ -428,8 +456,12 @@ def generating(model: Any, loaded: LoadedModel, otherwise: Otherwise) -> nn.Modu
     """
     step: Any = StaticCacheForward(model, loaded)
     name = type(model).__qualname__
-    call = step if otherwise == "raise" else AnyCall(model, eager_call(model), name, otherwise, loaded=step)
     served: Any = copy.copy(model)
+
+    def itself(*args: Any, **kwargs: Any) -> Any:
+        return model.forward(*args, **kwargs)  # its hooks run around the copy's
+
+    call = step if otherwise == "raise" else AnyCall(model, itself, name, otherwise, loaded=step)
     prepare = types.MethodType(type(model).prepare_inputs_for_generation, served)
 
     @functools.wraps(model.forward)

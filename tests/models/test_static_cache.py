@@ -161,6 +161,37 @@ def test_the_logits_are_the_models_own(model_of, served):
     assert got.past_key_values is cache
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "mixtral"])
+def test_windows_hold_and_outputs_are_the_models_own_where_a_call_has_no_mask(model_of, warmed, name):
+    model = model_of(name)
+    served = cgtool.load(model, cache="static", cache_dir=warmed(name))
+    given = []
+    for one in (model, served):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
+        with torch.no_grad():
+            calls = [one(ids, past_key_values=cache, logits_to_keep=1) for ids in (prompt(1, 20), prompt(1, 1))]
+        given.append(calls)
+    for expected, got in zip(*given, strict=True):
+        assert type(got) is type(expected)
+        torch.testing.assert_close(got.logits, expected.logits)
+
+
+@pytest.mark.parametrize("otherwise", ["raise", "eager"])
+def test_hooks_of_the_model_run_once(model_of, warmed, otherwise):
+    model = model_of("llama")
+    handle = model.register_forward_hook(lambda _, args, output: output.__class__(logits=output.logits * 2))
+    served = cgtool.load(model, cache="static", cache_dir=warmed("llama"), otherwise=otherwise)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
+    with torch.no_grad():
+        got = served(prompt(), past_key_values=cache, logits_to_keep=1).logits
+        got_without = served(prompt()).logits if otherwise == "eager" else None
+        handle.remove()
+        expected = model(prompt()).logits
+    torch.testing.assert_close(got, expected[:, -1:] * 2)
+    if got_without is not None:
+        torch.testing.assert_close(got_without, expected * 2)
+
+
 def test_the_model_itself_is_left_as_it_was_and_its_weights_are_shared(model_of, warmed):
     model = model_of("llama")
     served = cgtool.load(model, cache="static", cache_dir=warmed("llama"))
@@ -224,6 +255,26 @@ class TestRefused:
             served(prompt(), past_key_values=cache, logits_to_keep=1, output_hidden_states=True)
         with pytest.raises(GuardError, match="logits_to_keep=1"):
             served(prompt(), past_key_values=cache)
+
+    def test_another_output_than_logits_and_a_cache(self, served):
+        options = {"past_key_values": transformers.StaticCache(config=served.config, max_cache_len=LENGTH)}
+        with pytest.raises(GuardError, match="return_dict=False asks for another output"):
+            served(prompt(), logits_to_keep=1, return_dict=False, **options)
+        served.config.output_hidden_states = True
+        with pytest.raises(GuardError, match="output_hidden_states of the model's configuration asks for another"):
+            served(prompt(), logits_to_keep=1, **options)
+
+    def test_training(self, served):
+        served.train()
+        with pytest.raises(GuardError, match=r"in training mode.* call model\.eval\(\) first"):
+            served.generate(prompt(), max_new_tokens=2, **GREEDY)
+
+    def test_one_mask_where_layers_differ(self, model_of, warmed):
+        served = cgtool.load(model_of("gemma3_text"), cache="static", cache_dir=warmed("gemma3_text"))
+        cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
+        mask = torch.ones(1, 1, 7, LENGTH, dtype=torch.bool)
+        with pytest.raises(GuardError, match="pass a dict of full_attention and sliding_attention, or a mask of"):
+            served(prompt(), past_key_values=cache, logits_to_keep=1, attention_mask=mask)
 
     def test_a_length_that_was_not_warmed(self, model_of, warmed):
         with pytest.raises(CacheMissError, match="its cache holds 96 tokens, and one of 64 is asked for"):
