@@ -69,7 +69,7 @@ def served_by(
 
 
 def narrowed_ranges(
-    served: Iterable[Served], asked: Mapping[str, DynamicDim], left_out: Sequence[Mapping[str, int]] = ()
+    served: Iterable[Served], asked: Mapping[str, DynamicDim], left_out: Sequence[Mapping[str, int]]
 ) -> tuple[str, ...]:
     """Return a sentence for each dimension of which less is served than was asked for.
 

@@ -66,7 +66,7 @@ class Code:
         """The number of the line that `add` adds next, in the function's text."""
         return len(self._lines) + 2
 
-    def define_later(self, name: str, parameters: Iterable[str] = ()) -> Callable[..., Any]:
+    def define_later(self, name: str, parameters: Iterable[str]) -> Callable[..., Any]:
         """Return what `define` returns, compiled when it is first called; all that can be refused is refused now."""
         if any("__import__" in line for line in self._lines):
             raise malformed("function", "__import__")

@@ -145,7 +145,7 @@ class PieceSizes:
 
 
 def piece_sizes(
-    takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes, made: Iterable[str] = ()
+    takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes, made: Iterable[str]
 ) -> tuple[list[fx.Node], PieceSizes]:
     """Return the piece's inputs with donors of sizes appended where needed, and its symbols.
 

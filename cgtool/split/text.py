@@ -23,7 +23,7 @@ A comment above a line says where the model's author wrote it. Sizes that change
 '''
 
 
-def graph_text(gm: fx.GraphModule, assignment: Mapping[str, int] | None = None) -> str:
+def graph_text(gm: fx.GraphModule, assignment: Mapping[str, int]) -> str:
     """Return the graph as readable Python, the same in every process, with the piece of each node that has one."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and isinstance(example(n), torch.Tensor)]
     names = GraphSizes.of(inputs).names
@@ -35,7 +35,7 @@ def graph_text(gm: fx.GraphModule, assignment: Mapping[str, int] | None = None) 
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
-        index = (assignment or {}).get(node.name)
+        index = assignment.get(node.name)
         if index is not None and index != piece:
             piece = index
             lines += ["", f"    # ---- piece {piece} ----"]

@@ -42,9 +42,9 @@ def user_code(
     codes: Iterable[types.CodeType],
     classes: Iterable[type],
     *,
-    variables: Iterable[str] = (),
-    modules: Iterable[str] = (),
-    distributions: Iterable[str] = (),
+    variables: Iterable[str],
+    modules: Iterable[str],
+    distributions: Iterable[str],
 ) -> UserCode:
     """Return the user's code that a trace rests on.
 

@@ -68,7 +68,7 @@ class _NoReplicaError(Exception):
 
 
 def prove_calls(
-    found: Found, spec: ModelSpec, *, timeout_secs: float | None, ranks: Ranks | None = None
+    found: Found, spec: ModelSpec, *, timeout_secs: float | None, ranks: Ranks | None
 ) -> tuple[CallProof, ...]:
     """Call what `load` would serve beside the model itself, and compare; the entry need not be published.
 
