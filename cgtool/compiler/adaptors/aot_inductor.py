@@ -143,7 +143,7 @@ def _hold_back_views(piece: RebuiltPiece, graph: PieceGraph) -> list[Json] | Non
 
     Native code keeps values, and not that two tensors are one memory: a view of an input comes back as a copy where the
     input was written to, or where the compiler has no such view. So an output that shares memory with an input, or with
-    another output, is left out, and the package says how to take it again; `cgtool.runtime.views` owns that grammar.
+    another output, is left out, and the package says how to take it again, see `cgtool.runtime.aoti_package`.
     """
     placeholders = piece.module.graph.find_nodes(op="placeholder")
     wanted: list[fx.Node] = list(piece.module.graph.output_node().args[0])[: len(graph.outputs)]  # type: ignore[arg-type]  # a tuple of nodes, as rebuilt
