@@ -19,7 +19,7 @@ import inspect
 import keyword
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import Any, cast
 
@@ -383,7 +383,7 @@ def op_names(graph: PieceGraph) -> tuple[str, ...]:
     return tuple(ops or targets)
 
 
-def strides_matter(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+def strides_matter(tensor: torch.Tensor, stride: Sequence[object]) -> bool:
     """Return whether `tensor` lies otherwise in memory than `stride` says."""
     if not tensor.numel():
         return False

@@ -36,7 +36,7 @@ from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call_guards import Places, Reader
 from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE
-from cgtool.runtime.generate import Code
+from cgtool.runtime.generate import Code, strides_matter
 
 _ADVICE = "Put it back as it was, or warm again with the model as it is now."
 
@@ -297,8 +297,6 @@ def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:
 def _shape_problem(tensor: torch.Tensor, meta: TensorMeta) -> str | None:
     if tuple(tensor.shape) != meta.shape:
         return f"has the shape {tuple(tensor.shape)} and was traced with {meta.shape}"
-    if tensor.numel() and any(
-        size > 1 and have != want for size, have, want in zip(tensor.shape, tensor.stride(), meta.stride, strict=True)
-    ):
+    if strides_matter(tensor, meta.stride):
         return f"has the strides {tensor.stride()} and was traced with {meta.stride}"
     return None
