@@ -112,17 +112,19 @@ def rename(text: str | int, names: Mapping[str, str]) -> str | int:
     if isinstance(text, int):
         return text
     replacements = {name: _parsed(new)[0].body for name, new in names.items()}
+    return ast.unparse(_Renamer(replacements).visit(ast.parse(text, mode="eval")))
 
-    class Rename(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.AST:
-            return replacements.get(node.id, node)
 
-        def visit_Call(self, node: ast.Call) -> ast.AST:
-            node.args = [self.visit(arg) for arg in node.args]
-            return node
+class _Renamer(ast.NodeTransformer):
+    def __init__(self, replacements: Mapping[str, ast.expr]) -> None:
+        self._replacements = replacements
 
-    fresh = ast.parse(text, mode="eval")
-    return ast.unparse(Rename().visit(fresh))
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._replacements.get(node.id, node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.args = [self.visit(arg) for arg in node.args]  # what it calls is no symbol
+        return node
 
 
 @lru_cache(maxsize=65536)
