@@ -26,6 +26,7 @@ from cgtool.split.nodes import (
     tensors_in,
 )
 from cgtool.split.program import Program
+from cgtool.split.sizes import plain_dims
 
 _TAKE_MASKS = frozenset({"getitem", "index", "masked_select", "setitem", "index_put", "index_put_"})
 _MASKS = (torch.bool, torch.uint8)
@@ -60,7 +61,7 @@ def run_as_they_stand(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
         ):
             found.add(node)
         if kind is Kind.TENSOR:
-            shown.update(_dimensions(example(node)))
+            shown.update(symbol for _, symbol in plain_dims(example(node)))
     return found
 
 
@@ -92,13 +93,6 @@ def _asks_of_data(node: fx.Node) -> bool:
     values = map(example, leaves_of(node))
     numbers = [value for value in values if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)]
     return any(private.comes_from_data(symbol) for value in numbers for symbol in private.expr_of(value).free_symbols)
-
-
-def _dimensions(tensor: torch.Tensor) -> Iterator[str]:
-    size: Any
-    for size in tensor.shape:
-        if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
-            yield private.expr_of(size).name
 
 
 def symbols_from_data(value: Any) -> Iterator[str]:

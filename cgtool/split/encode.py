@@ -7,7 +7,7 @@ outputs in the order in which they are made, a size's arithmetic right before it
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,12 @@ def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: 
     Raises:
         SplitError: Something in the piece has no word in the grammar; the message names the node and the user's line.
     """
-    takes, sizes = _with_user_line(members, lambda: _sized_inputs(members, gives, program))
+    try:
+        takes, sizes = _sized_inputs(members, gives, program)
+    except SplitError as error:
+        made = [node for node in members if error.actual in map(str, node.meta.get("unbacked_bindings") or ())]
+        where = f"At {described(made[0])}" if made else f"In the piece that begins with {described(members[0])}"
+        raise SplitError(f"{where}: {error}", actual=error.actual) from error
     writer = _PieceWriter(takes, sizes, program)
     for node in members:
         writer.write(node)
@@ -146,15 +151,6 @@ def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: 
         gives=tuple(gives),
         symbols={name: symbol for symbol, name in sizes.names.items()},
     )
-
-
-def _with_user_line(members: Sequence[fx.Node], make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except SplitError as error:
-        made = [node for node in members if error.actual in map(str, node.meta.get("unbacked_bindings") or ())]
-        where = f"At {described(made[0])}" if made else f"In the piece that begins with {described(members[0])}"
-        raise SplitError(f"{where}: {error}", actual=error.actual) from error
 
 
 def _symbols_used(node: fx.Node, program: Program) -> Iterator[str]:

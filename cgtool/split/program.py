@@ -101,7 +101,7 @@ def _with_tensors_only(gm: fx.GraphModule) -> fx.Graph:
             clone = graph.call_function(torch.clone, (copy,))
             clone.meta.update(node.meta, example_value=constant_of(node).clone())
             clones[copy] = clone
-        if node.op != "output" and _is_flat_bundle(node) and any(_takes_whole(user, node) for user in node.users):
+        if _uses_whole_bundle(node):
             taken_apart[copy] = tuple(_part(graph, copy, index) for index in range(len(example(node))))
     output = next(iter(reversed(graph.nodes)))
     output.args = fx.map_arg(output.args, lambda node: clones.get(node, node))

@@ -10,7 +10,7 @@ enter nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,8 @@ class GraphSizes:
         for node in inputs:
             for size in numbers_in(example(node)):
                 symbols.update({s.name: s for s in _symbols_of(size) if s.name not in symbols})
-            for size in example(node).shape:
-                if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
-                    donors.setdefault(private.expr_of(size).name, node)
+            for _, symbol in plain_dims(example(node)):
+                donors.setdefault(symbol, node)
         from_data = {
             symbol.name: symbol
             for node in nodes
@@ -68,9 +67,9 @@ class GraphSizes:
         }
         symbols.update(from_data)
         for node in nodes:
-            for size in example(node).shape if isinstance(example(node), torch.Tensor) else ():
-                if isinstance(size, torch.SymInt) and str(private.expr_of(size)) in from_data:
-                    donors.setdefault(private.expr_of(size).name, node)
+            for _, symbol in plain_dims(example(node)) if isinstance(example(node), torch.Tensor) else ():
+                if symbol in from_data:
+                    donors.setdefault(symbol, node)
         return cls(
             shape_env=shape_env,
             names={name: f"s{index}" for index, name in enumerate(symbols)},
@@ -110,6 +109,14 @@ class GraphSizes:
         """Return the relations over these symbols, under their new names, that ranges do not imply."""
         texts = {expression_text(expr, names) for expr, free in self.relations if free <= set(names)}
         return tuple(sorted(texts))
+
+
+def plain_dims(tensor: torch.Tensor) -> Iterator[tuple[int, str]]:
+    """Yield each dimension whose size is a symbol by itself, with the symbol's name in the trace."""
+    size: Any
+    for dim, size in enumerate(tensor.shape):
+        if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
+            yield dim, private.expr_of(size).name
 
 
 def _symbols_of(size: Any) -> list[Any]:
@@ -163,9 +170,8 @@ def piece_sizes(
         for position, node in enumerate(inputs):
             for symbol in sizes.symbols_in(example(node)):
                 names.setdefault(symbol, f"s{len(names)}")
-            for dim, size in enumerate(example(node).shape):
-                if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
-                    places.setdefault(names[private.expr_of(size).name], (position, dim))
+            for dim, symbol in plain_dims(example(node)):
+                places.setdefault(names[symbol], (position, dim))
         new = [symbol for symbol in sizes.ordered(made) if symbol not in names]
         missing = [s for s in sizes.ordered((*names, *needed)) if names.get(s) not in places and s not in new]
         if not missing:

@@ -108,7 +108,8 @@ def _refused_nodes(
 def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
     piece_of = {node: index for index, segment in enumerate(cut) for node in segment.nodes}
     refuse_shape_changes(program, piece_of)
-    returned = _returned_tensors(program)
+    given = (value for value in program.output if isinstance(value, fx.Node))
+    returned = {program.memory.root[node] for node in given if program.kinds[node] in (Kind.TENSOR, Kind.INPUT)}
     members = [with_numbers(segment.nodes, program) for segment in cut]
     crossings = _crossings(cut, members, returned, program)
     keys = contested(crossings, program.memory)
@@ -132,13 +133,6 @@ def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
         mutated_inputs=tuple(i for i, node in enumerate(program.inputs) if program.memory.of(node) & written),
         assignment={node.name: index for node, index in piece_of.items()},
     )
-
-
-def _returned_tensors(program: Program) -> set[fx.Node]:
-    roots = program.memory.root
-    return {
-        roots[v] for v in program.output if isinstance(v, fx.Node) and program.kinds[v] in (Kind.TENSOR, Kind.INPUT)
-    }
 
 
 def _crossings(
