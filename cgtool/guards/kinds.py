@@ -72,14 +72,12 @@ from cgtool.errors import GuardError, TraceError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
 from cgtool.guards.code import code_digest, define, plain_text, registered
-from cgtool.guards.sources import NotImportedError, Roots, canonical_module_name, parse_source, qualified_name
+from cgtool.guards.sources import PARTS, NotImportedError, Roots, canonical_module_name, parse_source, qualified_name
 from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.records import Guard, source_words
 
 Json = Any
 
-#: Where a module keeps what `setattr` does not put into its own dict.
-PARTS = ("_parameters", "_buffers", "_modules")
 #: Where a module keeps its hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

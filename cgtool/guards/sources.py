@@ -49,6 +49,8 @@ _ACCESSOR = re.compile(
 )
 
 
+#: Where an `nn.Module` keeps what `setattr` does not put into its own dict.
+PARTS = ("_parameters", "_buffers", "_modules")
 #: How sources begin that belong to a call, so that they can only be looked at then.
 OF_CALL = ("arg:", "state:")
 
@@ -242,7 +244,7 @@ class Place:
         owner, key = self.owner(), self._last.key
         if self._last.word == "item":
             return owner.get(key, ABSENT)
-        holders = [vars(owner).get(part, {}) for part in ("_parameters", "_buffers", "_modules")]
+        holders = [vars(owner).get(part, {}) for part in PARTS]
         return next((holder[key] for holder in (vars(owner), *holders) if key in holder), ABSENT)
 
     def set(self, value: Any) -> None:

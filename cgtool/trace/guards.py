@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from cgtool.errors import TraceError
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, names_of
-from cgtool.guards.sources import OF_CALL, Roots
+from cgtool.guards.sources import OF_CALL, PARTS, Roots
 from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.objects import has_identity
@@ -270,7 +270,7 @@ def _is_implied_type(text: str, value: Any) -> bool:
     """Return whether a type guard says nothing: those on torch's own dicts of a module."""
     last = text.rpartition(".")[2]
     plain_dict = type(value).__module__ in {"builtins", "collections"}
-    return (last in {"_modules", "_parameters", "_buffers"} or last.endswith("_hooks")) and plain_dict
+    return (last in PARTS or last.endswith("_hooks")) and plain_dict
 
 
 def split_guards(guards: Sequence[Guard]) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:

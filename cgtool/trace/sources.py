@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import TraceError
-from cgtool.guards.sources import Roots, SourceError, canonical_module_name
+from cgtool.guards.sources import PARTS, Roots, SourceError, canonical_module_name
 from cgtool.plan.records import source_words
 from cgtool.trace import _torch as private
 
@@ -23,8 +23,6 @@ _IMPORT = "__import_"
 _HOOKS = re.compile(r"_hooks(_with_kwargs|_always_called)?$")
 #: A global that Dynamo made for an object without a name in the frame: its id, and the number of the trace.
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
-#: The dicts that hold what `nn.Module.__setattr__` is given, and that attributes of a module are looked up in.
-MODULE_DICTS = frozenset({"_modules", "_parameters", "_buffers"})
 #: Where flex attention keeps what it has warned of in this process.
 WARNINGS_SHOWN = "global:torch.nn.attention.flex_attention:_WARNINGS_SHOWN"
 
@@ -149,9 +147,9 @@ def _item(source: Any, frame: Frame) -> str:
     if base.startswith("module:"):
         return _attribute(base, str(index))
     head, _, last = base.rpartition(".")
-    if last == "__dict__" and index in MODULE_DICTS:  # as torch.nn.Module.__setattr__ looks it up
+    if last == "__dict__" and index in PARTS:  # as torch.nn.Module.__setattr__ looks it up
         return f"{head}.{index}"
-    if last in MODULE_DICTS and isinstance(index, str) and _NAME.fullmatch(index) and not head.endswith(("]", "type")):
+    if last in PARTS and isinstance(index, str) and _NAME.fullmatch(index) and not head.endswith(("]", "type")):
         return f"{head}.{index}"
     return f"{base}[{json.dumps(index)}]"
 

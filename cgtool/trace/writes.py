@@ -19,12 +19,13 @@ from torch import nn
 
 from cgtool.errors import CgtoolError, TraceError
 from cgtool.guards.kinds import describe, encode_literal
+from cgtool.guards.sources import PARTS
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import line_of
 from cgtool.trace.kept import can_keep, without_names
-from cgtool.trace.sources import MODULE_DICTS, WARNINGS_SHOWN, Frame, source_text
+from cgtool.trace.sources import WARNINGS_SHOWN, Frame, source_text
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 
@@ -67,7 +68,7 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
         if not differs or name == WARNINGS_SHOWN or _is_as_before(variable, name, frame):
             continue
         owner, _, last = name.rpartition(".")
-        is_dict = last in MODULE_DICTS
+        is_dict = last in PARTS
         written = private.written_keys(variable) if is_dict else private.written_attributes(output, variable)
         holder = owner if is_dict else name
         line = line_of(private.frames_of_writes(output, variable))

@@ -19,6 +19,7 @@ from cgtool.compiler._torch import storage_id
 from cgtool.compiler.proof._torch import is_fake
 from cgtool.compiler.proof.inputs import Style, draw_storage, rounded
 from cgtool.graph.values import tensor_meta
+from cgtool.guards.sources import PARTS
 from cgtool.trace.local_tensors import LOCAL
 
 #: Parameters are copied for each run where they come to less; a forward that writes to one is rare.
@@ -231,7 +232,7 @@ def _holders(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _containers(name: str, key: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the lists and dicts in an attribute of a module, save for those that are torch's own."""
-    if type(value) not in {list, dict} or key in {"_parameters", "_buffers", "_modules"}:
+    if type(value) not in {list, dict} or key in PARTS:
         return
     yield name, value
     if depth < 3:  # noqa: PLR2004 - as deep as people nest their caches
