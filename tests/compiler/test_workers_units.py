@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -189,27 +187,6 @@ def test_as_many_workers_as_cores_and_memory_bear(tmp_path, monkeypatch, *, core
     monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert limits.default_jobs() == jobs
-
-
-def _warm_both(root, log):
-    code = (
-        f"import sys; sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}\n"
-        "import hostile_adaptors as hostile, worker_harness, pathlib\n"
-        f"done = worker_harness.compile_all(hostile.work_of(0, 50, 150), pathlib.Path({str(root)!r}), "
-        f"options={json.dumps({'log': str(log)})}, own=1)\n"
-        "print(done.compiled)\n"
-    )
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow  # test_compiler_manager.py has four processes of which each asks for all pieces
-def test_two_warms_at_once_compile_each_unit_once(cache_root, tmp_path):
-    log = tmp_path / "log"
-    both = [_warm_both(cache_root, log) for _ in range(2)]
-    counts = [int(process.communicate(timeout=300)[0]) for process in both]
-    assert sum(counts) == 3
-    pieces = [line.split()[1] for line in log.read_text().splitlines()]
-    assert len(pieces) == len(set(pieces)) == 3
 
 
 def test_what_is_no_single_units_fault_ends_the_warm_at_once(cache_root, monkeypatch):

@@ -145,24 +145,13 @@ def shadow(model):
 
 CHANGES = [
     pytest.param(lambda m: setattr(m.layers[5].norm, "eps", 1e-5), r"layers.5.norm.eps was 1e-06", id="float"),
-    pytest.param(lambda m: setattr(m.layers[0].norm, "eps", 0), r"layers.0.norm.eps", id="another type"),
     pytest.param(lambda m: setattr(m.layers[1].norm, "flag", 1), r"layers.1.norm.flag was True", id="1 is not True"),
     pytest.param(set_item, r"layers.3.norm.sizes\[1\] was 2", id="list item"),
-    pytest.param(lambda m: m.layers[3].norm.sizes.append(1), r"layers.3.norm.sizes was .*2 elements", id="length"),
-    pytest.param(lambda m: m.layers[2].norm.names.update(z=1), r"layers.2.norm.names was a dict", id="keys"),
     pytest.param(lambda m: m.layers[2].norm.names.update({"b.c": 5}), r"names\[.b.c.\] was 2", id="quoted key"),
-    pytest.param(lambda m: m.layers[4].norm.names.pop("a"), r"layers.4.norm.names", id="contains"),
     pytest.param(shadow, r"layers.2.norm.forward was not set", id="method of the object"),
     pytest.param(lambda m: setattr(m.layers[1], "norm", Other()), r"layers.1.norm was of type", id="class"),
     pytest.param(lambda m: setattr(m.layers[1], "shared", Norm()), r"one object", id="untied"),
-    pytest.param(lambda m: delattr(m.layers[1].norm, "eps"), r"layers.1.norm.eps was there", id="gone"),
     pytest.param(lambda m: m.layers[1].norm.register_forward_hook(print), r"layers.1.norm had no hooks", id="hook"),
-    pytest.param(
-        lambda m: m.layers[1].norm.register_forward_pre_hook(print), r"layers.1.norm had no hooks", id="pre-hook"
-    ),
-    pytest.param(
-        lambda m: m.layers[1].norm.register_full_backward_hook(print), r"layers.1.norm had no hooks", id="back hook"
-    ),
     pytest.param(lambda m: m.layers.__delitem__(5), r"layers.5 was there", id="fewer layers"),
 ]
 

@@ -170,11 +170,6 @@ def test_each_level_compiles_and_captures_what_it_has(level, has, tmp_path, monk
     assert [name for name, number in delta(before).items() if number] == ["replays"]
 
 
-def test_the_default_mode_is_full_and_piecewise(loaded):
-    _, model = loaded
-    assert Cached(model, "cpu", config=CONFIG).dispatcher.mode.name == "FULL_AND_PIECEWISE"
-
-
 def test_context_batches_have_sizes_of_their_own(loaded):
     module, model = loaded
     runner = Cached(model, "cpu", config=CONFIG, context_sizes=(8, 16, 24))

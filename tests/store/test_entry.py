@@ -129,16 +129,6 @@ def test_a_damaged_file_is_named_and_never_returned(cache_root, name, harm):
     assert read_whole(cache_root, entry) == "one"
 
 
-def test_a_torn_manifest_is_corrupt_to_readers_and_replaced_by_writers(cache_root):
-    name = publish(cache_root)
-    path = CacheLayout(root=cache_root).manifest_file(name)
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(CacheCorruptError, match=r"manifest\.json is corrupt"):
-        read_whole(cache_root, name)
-    publish(cache_root)
-    assert read_whole(cache_root, name) == "one"
-
-
 def test_a_manifest_of_a_newer_schema_is_neither_read_nor_replaced(cache_root):
     name = publish(cache_root)
     path = CacheLayout(root=cache_root).manifest_file(name)
