@@ -145,43 +145,8 @@ def test_a_size_that_is_refused_later_leaves_the_entry_as_it_was(tmp_path, monke
     agree(model, tmp_path)
 
 
-def test_adding_a_size_compiles_that_size_and_traces_nothing(tmp_path):
-    model = Model()
-    first = run(model, tmp_path, compile_sizes=[8])
-    assert (first.compiled, len(COMPILED)) == (6, 6)
-    COMPILED.clear()
-    second = run(model, tmp_path, compile_sizes=[8, 16])
-    assert (second.compiled, second.trace_secs, second.hash) == (2, 0, first.hash)
-    assert len(COMPILED) == 2
-    assert {shape for _, _, shape, _ in rows(tmp_path)} == {"general", "n=1", "n=8", "n=16"}
-    assert run(model, tmp_path, compile_sizes=[16]).hit
-    agree(model, tmp_path)
-
-
-LEVELS = {1: (["eager"], 1), 2: (["inductor_standalone"], 1), 3: (["inductor_standalone"], 2)}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_level_means_an_adaptor_and_where_is_split(tmp_path, level):
-    model = Model()
-    run(model, tmp_path, level=level)
-    adaptors, pieces = LEVELS[level]
-    assert sorted({adaptor for *_, adaptor in rows(tmp_path)}) == adaptors
-    assert len({piece for _, piece, *_ in rows(tmp_path)}) == pieces
-    assert manifest(tmp_path)["level"] == level
-    assert bool(manifest(tmp_path)["splitting_ops"]) == (level == 3)
-    agree(model, tmp_path)
-    assert run(model, tmp_path, level=level).hit
-
-
 @pytest.mark.parametrize("fields", [{"level": 0}, {"enforce_eager": True}])
 def test_level_0_leaves_nothing_to_compile(tmp_path, fields):
     with pytest.raises(UsageError, match=r"Level 0 runs the model as it is.*Choose level 1, 2 or 3"):
         run(Model(), tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_size_without_a_meaning_writes_no_entry(tmp_path):
-    with pytest.raises(UsageError, match="names the dimension 'm'"):
-        run(Model(), tmp_path, compile_sizes=[{"m": 8}])
-    assert list(tmp_path.rglob("manifest.json")) == []

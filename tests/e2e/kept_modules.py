@@ -33,25 +33,11 @@ def replaced_buffer(self, x):
     return x * self.count
 
 
-def begins_with_none(self, x):
-    self.mean = x.mean(0) if self.mean is None else self.mean * 0.9 + x.mean(0) * 0.1
-    return x - self.mean
-
-
 def begins_without(self, x):
     if not hasattr(self, "mean"):
         self.mean = x.mean(0)
         self.started = True
     return x - self.mean
-
-
-def tried_first(self, x):
-    try:
-        before = self.sum
-    except AttributeError:
-        before = torch.zeros(8)
-    self.sum = before + x.sum(0)
-    return x + before
 
 
 def put_into_a_dict(self, x):
@@ -63,11 +49,6 @@ def made_once(self, x):
     if "weight" not in self.cache:
         self.cache["weight"] = self.layer.weight.t() * 2
     return x @ self.cache["weight"]
-
-
-def grown(self, x):
-    self.rows = x * 2 if self.rows is None else torch.cat([self.rows, x * 2])
-    return x + self.rows.sum(0)
 
 
 def compared(self, x):
@@ -100,11 +81,6 @@ def swapped(self, x):
     return x + self.one
 
 
-def the_argument(self, x):
-    before, self.before = self.before, x
-    return x * 2 if before is None else x + before.sum(0)
-
-
 def keys_and_values(self, x):
     keys, values = self.pair
     self.pair = (x, x * 2) if keys is None else (torch.cat([keys, x]), torch.cat([values, x * 2]))
@@ -121,11 +97,6 @@ def table_that_grows(self, x):
 def average_in_a_dict(self, x):
     self.shadow["weight"] = self.shadow["weight"] * 0.9 + x.mean()
     return x @ self.shadow["weight"]
-
-
-def turned(self, x):
-    self.on = not self.on
-    return x.sin() if self.on else x.cos()
 
 
 def mask_of_the_size(self, x):
@@ -193,23 +164,18 @@ KEPT = {
     "a size, a tuple and None": (last_of_several, {"layer": nn.Linear(8, 8)}, {"gone": torch.ones(2)}),
     "a running mean": (running, {}, {"mean": torch.zeros(8)}),
     "a buffer that is replaced": (replaced_buffer, {"count": torch.zeros(())}, {}),
-    "None before the first call": (begins_with_none, {}, {"mean": None}),
     "nothing before the first call": (begins_without, {}, {}),
-    "nothing before the first call, which tries it": (tried_first, {}, {}),
     "one tensor by two names": (compared, {}, {"first": torch.ones(8), "second": torch.ones(8)}),
     "a number back and forth": (back_and_forth, {}, {"sign": 0.5}),
     "an item of a dict": (put_into_a_dict, {}, {"cache": {}}),
     "what the first call made of weights": (made_once, {"layer": nn.Linear(8, 8)}, {"cache": {}}),
     "a cached property": (lambda self, x: self.part(x), {"part": Computed()}, {}),
-    "rows that become more": (grown, {}, {"rows": None}),
     "a ring": (taken_in_turn, {}, {"ring": torch.zeros(3, 8), "slot": 0}),
     "a first call that is another graph": (first_call_differs, {}, {"is_first": True}),
     "two that change places": (swapped, {}, {"one": torch.ones(8), "other": torch.zeros(8)}),
-    "the argument": (the_argument, {}, {"before": None}),
     "keys and values": (keys_and_values, {}, {"pair": (None, None)}),
     "a table that grows": (table_that_grows, {}, {"table": None}),
     "a moving average in a dict": (average_in_a_dict, {}, {"shadow": {"weight": torch.eye(8), "bias": torch.ones(8)}}),
-    "a flag that turns": (turned, {}, {"on": False}),
     "a mask of the size": (mask_of_the_size, {}, {"mask": None}),
     "a view of the argument, and a tensor of the model": (
         a_view_of_the_argument,

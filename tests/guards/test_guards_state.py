@@ -142,6 +142,42 @@ def test_compiled_attention_is_made_by_the_kernels_that_it_may_use():
     assert {"cuda_fp32_precision_matmul", "cuda_bf16_reduction"} <= set(names("torch.sin", device="cuda"))
 
 
+#: What code asks torch by a name of its own, and the state that each call looks at then.
+ASKED = {
+    "torch.is_grad_enabled()": ["grad_mode"],
+    "torch.is_inference_mode_enabled()": ["inference_mode"],
+    "torch.get_num_threads()": ["num_threads"],
+    "torch.get_autocast_dtype('cpu')": ["autocast_dtype_cpu", "autocast_dtype_cuda"],
+    "torch.get_float32_matmul_precision()": ["float32_matmul_precision", "cuda_fp32_precision_matmul"],
+    "torch.backends.fp32_precision": ["fp32_precision", "cuda_fp32_precision"],
+    "torch.backends.cuda.matmul.fp32_precision": ["cuda_fp32_precision_matmul"],
+    "torch.backends.cudnn.conv.fp32_precision": ["cuda_fp32_precision_conv"],
+    "torch.backends.cuda.matmul.allow_tf32": ["float32_matmul_precision", "cuda_fp32_precision_matmul"],
+    "torch.backends.cudnn.allow_tf32": ["cuda_fp32_precision_conv", "cuda_fp32_precision_rnn"],
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": ["cuda_fp16_reduction"],
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": ["cuda_bf16_reduction"],
+    "torch.backends.cuda.matmul.allow_fp16_accumulation": ["cuda_fp16_accumulation"],
+    "torch.backends.cuda.flash_sdp_enabled()": ["sdp_flash"],
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": ["sdp_mem_efficient"],
+    "torch.backends.cuda.math_sdp_enabled()": ["sdp_math"],
+    "torch.backends.cuda.cudnn_sdp_enabled()": ["sdp_cudnn"],
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": ["sdp_math_reduction"],
+}
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_what_code_asks_by_name_is_looked_at(question):
+    names = compile(question, "", "eval").co_names
+    eval(question, {"torch": torch})
+    assert set(ASKED[question]) <= set(state.names_for_code(names))
+    assert state.names_for_code(["sin"]) == []
+
+
+def test_what_matters_to_every_model_need_not_be_asked_for():
+    always = "autocast autocast_cache default_device default_dtype deterministic deterministic_warn_only mkldnn_enabled"
+    assert {*always.split(), "fill_uninitialized", "mkldnn_fp32_precision_matmul"} <= set(state.STATE_NAMES)
+
+
 def test_grad_and_inference_mode_are_no_state():
     before = everything()
     with torch.no_grad():

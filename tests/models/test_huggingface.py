@@ -276,25 +276,6 @@ def test_the_sequence_of_the_example_fits_the_model(write):
     assert spec.calls[0].kwargs["input_ids"].shape == (2, 8)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])])
-def test_it_traces_to_one_graph_with_an_attention_for_each_layer(write, name):
-    spec = resolve_model(f"hf:{write(name)}")
-    kwargs = spec.calls[0].kwargs
-    counts = []
-
-    def backend(gm, _inputs):
-        counts.append(sum("scaled_dot_product_attention" in str(node.target) for node in gm.graph.nodes))
-        return gm
-
-    for key, dims in spec.dynamic.items():
-        for index in dims:
-            torch._dynamo.mark_dynamic(kwargs[key], index)
-    torch._dynamo.reset()
-    with torch.no_grad(), next(spec.module.parameters()).fake_mode:
-        torch.compile(spec.module.forward, backend=backend, fullgraph=True)(**kwargs)
-    assert counts == [2]
-
-
 class TestWrongInput:
     def test_no_such_folder(self, tmp_path):
         with pytest.raises(ModelError, match=r"does not exist.*nothing is downloaded"):

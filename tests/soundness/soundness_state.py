@@ -35,109 +35,29 @@ STATE = {
         names="dtype",
         places=MODEL,
     ),
-    "default_dtype_asked": state(
-        "torch.get_default_dtype() is torch.float64", "torch.set_default_dtype(torch.float64)", "dtype"
-    ),
     "default_device": Feature(
         probe="2.0", result="torch.ones(4)", live="torch.set_default_device('meta')", names="device", places=MODEL
     ),
     "autocast": Feature(
         probe="2.0", result=MATRIX, live="torch.autocast('cpu').__enter__()", names="autocast", places=MODEL
     ),
-    "autocast_asked": state("torch.is_autocast_enabled('cpu')", "torch.set_autocast_enabled('cpu', True)", "autocast"),
-    "dtype_of_autocast": Feature(
-        probe="with torch.autocast('cpu'):\n    return torch.ones(2, 2) @ torch.ones(2, 2)",
-        result="value",
-        live="torch.set_autocast_dtype('cpu', torch.float16)",
-        names="autocast",
-        places=MODEL,
-    ),
     "dtype_of_autocast_asked": state(
         "torch.get_autocast_dtype('cpu') is torch.float16", "torch.set_autocast_dtype('cpu', torch.float16)", "autocast"
     ),
-    "cache_of_autocast": state(
-        "not torch.is_autocast_cache_enabled()", "torch.set_autocast_cache_enabled(False)", "autocast"
-    ),
-    "matmul_precision": state(
-        "torch.get_float32_matmul_precision() == 'high'",
-        "torch.set_float32_matmul_precision('high')",
-        "precision",
-        refused=True,
-    ),
-    "fp32_precision": state(
-        "torch.backends.fp32_precision == 'tf32'", "torch.backends.fp32_precision = 'tf32'", "precision"
-    ),
-    "fp32_precision_of_cuda": state(
-        "torch.backends.cuda.matmul.fp32_precision == 'tf32'",
-        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "precision",
-        refused=True,
-    ),
-    "fp32_precision_of_mkldnn": state(
-        "torch.backends.mkldnn.matmul.fp32_precision == 'bf16'",
-        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
-        "precision",
-        refused=True,
-    ),
-    "fp32_precision_of_cudnn": state(
-        "torch.backends.cudnn.conv.fp32_precision == 'ieee'",
-        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-        "precision",
-        refused=True,
-    ),
-    "tf32_of_cuda": state(
-        "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cuda.matmul.allow_tf32 = True", "tf32|precision"
-    ),
     "tf32_of_cudnn": state(
         "not torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.allow_tf32 = False", "tf32|precision"
-    ),
-    "reduced_precision_of_fp16": state(
-        "not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
-        "reduc",
     ),
     "benchmark_of_cudnn": state(
         "torch.backends.cudnn.benchmark", "torch.backends.cudnn.benchmark = True", "cudnn|benchmark"
     ),
     "cudnn_enabled": state("not torch.backends.cudnn.enabled", "torch.backends.cudnn.enabled = False", "cudnn"),
-    "mkldnn_enabled": state(
-        "not torch.backends.mkldnn.enabled", "torch.backends.mkldnn.set_flags(_enabled=False)", "mkldnn"
-    ),
     "deterministic": state(
         "torch.are_deterministic_algorithms_enabled()", "torch.use_deterministic_algorithms(True)", "determinis"
     ),
-    "deterministic_warns_only": state(
-        "torch.is_deterministic_algorithms_warn_only_enabled()",
-        "torch.use_deterministic_algorithms(True, warn_only=True)",
-        "determinis",
-        refused=True,
-    ),
-    "filling_of_memory": state(
-        "not torch.utils.deterministic.fill_uninitialized_memory",
-        "torch.utils.deterministic.fill_uninitialized_memory = False",
-        "fill|determinis",
-        refused=True,
-    ),
-    "flash_attention": state(
-        "not torch.backends.cuda.flash_sdp_enabled()",
-        "torch.backends.cuda.enable_flash_sdp(False)",
-        "sdp|flash",
-        refused=True,
-    ),
-    "math_attention": state(
-        "not torch.backends.cuda.math_sdp_enabled()",
-        "torch.backends.cuda.enable_math_sdp(False)",
-        "sdp|math",
-        refused=True,
-    ),
-    "number_of_threads": state("torch.get_num_threads() == 7", "torch.set_num_threads(7)", "threads", refused=True),
     "anomaly_mode": state(
         "torch.is_anomaly_enabled()", "torch.autograd.set_detect_anomaly(True)", "anomaly", refused=True
     ),
     "warn_always": state("torch.is_warn_always_enabled()", "torch.set_warn_always(True)", "warn", refused=True),
-    "inference_mode": state(
-        "torch.is_inference_mode_enabled()", "torch.inference_mode().__enter__()", "inference", refused=True
-    ),
     "grad_mode": state("torch.is_grad_enabled()", "", "grad", context="torch.enable_grad()"),
     "grad_mode_by_alias": Feature(
         head="from torch import is_grad_enabled as asks",
