@@ -43,10 +43,6 @@ def recurrent(self, x):
     return self.layer(x)[0]
 
 
-def checkpointed(self, x):
-    return checkpoint(lambda y: self.layer(y).relu(), x, use_reentrant=False) + x
-
-
 def attended(self, x):
     def attend(y):
         q = self.layer(y)
@@ -68,26 +64,8 @@ def applied(self, x):
     return self.layer(x)
 
 
-def attention(self, x):
-    return self.layer(x[None], x[None], x[None], need_weights=False)[0]
-
-
 def number(self, x):
     return x * x.sum().item()
-
-
-def rfft(self, x):
-    return torch.fft.rfft(x).abs()
-
-
-def complex_numbers(self, x):
-    return torch.view_as_real(torch.view_as_complex(x.view(-1, 4, 2)) * (1 + 2j))
-
-
-def autocast(self, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = self.layer(x)
-    return y.float()
 
 
 def buffer_written(self, x):
@@ -116,30 +94,8 @@ def argument_written(self, x):
     return x, x[:, :2]
 
 
-def einsum(self, x):
-    return torch.einsum("bi,ij->bj", x, self.weight)
-
-
-def topk(self, x):
-    values, indices = x.topk(3)
-    return values.cumsum(-1), indices
-
-
-def masked(self, x):
-    kept = x.masked_fill(x > 0, 0).sort(-1).values
-    return kept.scatter_add(1, torch.zeros(x.shape[0], 1, dtype=torch.long), x[:, :1])
-
-
 def interpolated(self, x):
     return F.interpolate(x.view(-1, 2, 2, 2), scale_factor=2.0, mode="bilinear")
-
-
-def rounded(self, x):
-    return (x / 0.1).round().clamp(-128, 127).to(torch.int8).float() * 0.1
-
-
-def nested(self, x):
-    return {"list": [x + 1, None], "tuple": (x.sum(), 3, "text")}
 
 
 def random_numbers(self, x):
@@ -148,10 +104,6 @@ def random_numbers(self, x):
 
 def arguments(self, *xs, **named):
     return sum(xs) * named["gain"]
-
-
-def vmapped(self, x):
-    return torch.vmap(lambda row: row.sin() @ self.weight)(x)
 
 
 def chosen(self, x):
@@ -189,10 +141,6 @@ def jacobian(self, x):
 
 def per_row_gradient(self, x):
     return torch.vmap(torch.func.grad(lambda row: (row @ self.weight).sin().sum()))(x)
-
-
-def forward_gradient(self, x):
-    return torch.func.jvp(torch.sin, (x,), (x,))
 
 
 def flexed(self, x):
@@ -246,14 +194,7 @@ SEQ, LENGTH = {"x": {1: "seq"}}, {"x": {2: "length"}}
 #: Equal to eager at every shape.
 SERVED = {
     "lstm": lambda: (module(recurrent, layer=nn.LSTM(8, 8, batch_first=True)), _sequences(4, 2, 7), SEQ),
-    "lstm of two directions and layers": lambda: (
-        module(recurrent, layer=nn.LSTM(8, 8, num_layers=2, bidirectional=True, batch_first=True)),
-        _sequences(4, 2, 7),
-        SEQ,
-    ),
-    "gru": lambda: (module(recurrent, layer=nn.GRU(8, 8, batch_first=True)), _batches(3, 1, 5), ROWS),
     "rnn": lambda: (module(recurrent, layer=nn.RNN(8, 8, batch_first=True)), _batches(3, 1, 5), ROWS),
-    "activation checkpoint": lambda: (module(checkpointed, layer=nn.Linear(8, 8)), rows(4, 2, 1), ROWS),
     "activation checkpoint around attention": lambda: (
         module(attended, layer=nn.Linear(8, 8)),
         [(_numbers(*size, 8),) for size in ((3, 6), (1, 9), (5, 2))],
@@ -267,19 +208,6 @@ SERVED = {
         LENGTH,
     ),
     "conv2d": lambda: (module(applied, layer=nn.Conv2d(3, 4, 3)), _images(4, 2, 1), ROWS),
-    "transposed convolution": lambda: (module(applied, layer=nn.ConvTranspose2d(3, 4, 3)), _images(4, 2, 1), ROWS),
-    "batch norm": lambda: (module(applied, layer=nn.BatchNorm1d(8)), rows(4, 2, 1), ROWS),
-    "group norm": lambda: (module(applied, layer=nn.GroupNorm(2, 8)), rows(4, 2, 1), ROWS),
-    "weight norm": lambda: (
-        module(applied, layer=nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
-        rows(4, 2, 1),
-        ROWS,
-    ),
-    "multi-head attention": lambda: (
-        module(attention, layer=nn.MultiheadAttention(8, 2, batch_first=True)),
-        rows(4, 2, 7),
-        ROWS,
-    ),
     "transformer encoder": lambda: (
         module(applied, layer=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)),
         _sequences(4, 2, 7),
@@ -297,18 +225,10 @@ SERVED = {
     ),
     "a number out of a tensor": lambda: (module(number), rows(4, 2, 7), ROWS),
     "a size that depends on data": lambda: (module(selected), rows(4, 1, 7), ROWS),
-    "fft": lambda: (module(rfft), rows(4, 2, 7), ROWS),
-    "complex numbers": lambda: (module(complex_numbers), rows(4, 2, 7), ROWS),
-    "autocast": lambda: (module(autocast, layer=nn.Linear(8, 8)), rows(4, 2, 7), ROWS),
     "a buffer replaced": lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4, 2, 7), ROWS),
     "a buffer written to": lambda: (module(buffer_written, count=torch.zeros(())), rows(4, 2, 7), ROWS),
     "an argument written to and returned": lambda: (module(argument_written), rows(4, 2, 7), ROWS),
-    "einsum": lambda: (module(einsum, weight=nn.Parameter(torch.zeros(8, 8))), rows(4, 2, 7), ROWS),
-    "topk and cumsum": lambda: (module(topk), rows(4, 2, 7), ROWS),
-    "masks, sort, scatter": lambda: (module(masked), rows(4, 2, 7), ROWS),
     "interpolate": lambda: (module(interpolated), rows(4, 2, 7), ROWS),
-    "integers of eight bits": lambda: (module(rounded), rows(4, 2, 7), ROWS),
-    "nested outputs": lambda: (module(nested), rows(4, 2, 7), ROWS),
     "random numbers": lambda: (module(random_numbers), rows(4, 2, 7), ROWS),
     "cond": lambda: (module(chosen, layer=nn.Linear(8, 8)), [*rows(4, 1), (-_numbers(2, 8),)], ROWS),
     "cond with autocast in a branch": lambda: (
@@ -319,11 +239,9 @@ SERVED = {
     "while loop": lambda: (module(looped, layer=nn.Linear(8, 8)), rows(4, 2, 1), ROWS),
     "scan": lambda: (module(scanned), rows(4, 2, 1), ROWS),
     "map": lambda: (module(mapped, weight=_weight()), rows(4, 2, 1), ROWS),
-    "vmap": lambda: (module(vmapped, weight=_weight()), rows(4, 2, 1), ROWS),
     "gradient": lambda: (module(gradient, weight=_weight()), rows(4, 2, 1), ROWS),
     "gradient of each row": lambda: (module(per_row_gradient, weight=_weight()), rows(4, 2, 1), ROWS),
     "jacobian": lambda: (module(jacobian, weight=_weight()), rows(8, 8), {}),
-    "jvp": lambda: (module(forward_gradient), rows(4, 2, 1), ROWS),
     "flex attention": lambda: (
         module(flexed, layer=nn.Linear(8, 8), bias=torch.ones(1)),
         _sequences(4, 2, 7),
@@ -341,7 +259,6 @@ SERVED = {
 NOTED = {
     "conv1d of a dynamic length": "No variant serves length = 1, at which the model itself does not run",
     "conv2d": "rows serves 1 to 15 because of",  # torch chooses another kernel from 16 on
-    "transposed convolution": "rows serves 1 to 15 because of",
     "a number out of a tensor": "so they run between pieces: item (small_modules.py:",
     "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
     "a position in a buffer": "rows serves 2 to 32 because of `self.table[position : position + x.shape[0]] = x`",

@@ -156,6 +156,32 @@ def shape_arithmetic(self, x):
     return x.reshape(rows * 2, width // 2).view(rows, 2, -1).transpose(1, 2).contiguous().view(-1, width) / rows
 
 
+def attention(self, x):
+    return self.layer(x[None], x[None], x[None], need_weights=False)[0]
+
+
+def topk(self, x):
+    values, indices = x.topk(3)
+    return values.cumsum(-1), indices
+
+
+def nested(self, x):
+    return {"list": [x + 1, None], "tuple": (x.sum(), 3, "text")}
+
+
+def complex_numbers(self, x):
+    return torch.view_as_real(torch.view_as_complex(x.view(-1, 4, 2)) * (1 + 2j))
+
+
+def masked(self, x):
+    kept = x.masked_fill(x > 0, 0).sort(-1).values
+    return kept.scatter_add(1, torch.zeros(x.shape[0], 1, dtype=torch.long), x[:, :1])
+
+
+def rounded(self, x):
+    return (x / 0.1).round().clamp(-128, 127).to(torch.int8).float() * 0.1
+
+
 #: Equal to eager at every number of rows.
 ROWS_OF_EIGHT = {
     "gru cell": (cells, {"cell": nn.GRUCell(8, 8)}),
@@ -218,5 +244,17 @@ ROWS_OF_EIGHT = {
         lambda self, x: x * self.scale + torch.from_numpy(self.shift),
         {"scale": np.float64(0.5), "shift": np.arange(8, dtype=np.float32)},
     ),
+    "batch norm": (applied, {"layer": nn.BatchNorm1d(8)}),
+    "group norm": (applied, {"layer": nn.GroupNorm(2, 8)}),
+    "weight norm": (applied, {"layer": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))}),
+    "multi-head attention": (attention, {"layer": nn.MultiheadAttention(8, 2, batch_first=True)}),
+    "complex numbers": (complex_numbers, {}),
+    "einsum": (lambda self, x: torch.einsum("bi,ij->bj", x, self.weight), {"weight": torch.ones(8, 8)}),
+    "topk and cumsum": (topk, {}),
+    "masks, sort, scatter": (masked, {}),
+    "integers of eight bits": (rounded, {}),
+    "nested outputs": (nested, {}),
+    "vmap": (lambda self, x: torch.vmap(lambda row: row.sin() @ self.weight)(x), {"weight": torch.ones(8, 8)}),
+    "jvp": (lambda self, x: torch.func.jvp(torch.sin, (x,), (x,)), {}),
     "softmax and log": (lambda self, x: x.softmax(-1).clamp_min(1e-3).log().mul(2).logsumexp(-1), {}),
 }
