@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from cgtool.models import resolve_model
 from cgtool.ops import registered_splitting_ops
@@ -160,50 +159,12 @@ def test_it_is_one_graph_split_once_for_each_layer_and_no_guard_is_on_one_size(n
     )
 
 
-SIZES = {
-    "tiny_llama": [{"num_tokens": n} for n in (2, 3, 16, 17, 64)],
-    "tiny_moe": [{"num_tokens": n} for n in (2, 3, 16, 17, 64)],
-    "tiny_encoder": [{"batch": b, "seq": s} for b, s in ((2, 2), (2, 7), (5, 3), (16, 16), (17, 64), (64, 128))],
-    "tiny_vision": [{"batch": n} for n in (2, 3, 15, 16, 17, 64)],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_one_trace_serves_every_size_from_two(name):
-    spec = build(name)
-    arguments = bound(spec)
-    for key, dims in spec.dynamic.items():
-        for index in dims:
-            torch._dynamo.mark_dynamic(arguments[key], index)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(spec.module.forward, backend=counter, fullgraph=True)
-    with torch.no_grad():
-        assert_close(compiled(**arguments), spec.module(**arguments))
-        for sizes in SIZES[name]:
-            arguments = resized(spec, sizes)
-            assert_close(compiled(**arguments), spec.module(**arguments))
-    assert counter.frame_count == 1
-
-
 ONES = {
     "tiny_llama": [{"num_tokens": 1}],
     "tiny_moe": [{"num_tokens": 1}],
     "tiny_encoder": [{"batch": 1, "seq": 9}, {"batch": 4, "seq": 1}, {"batch": 1, "seq": 1}],
     "tiny_vision": [{"batch": 1}],
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name in ONES for sizes in ONES[name]])
-def test_size_one_is_one_graph_too(name, sizes):
-    spec = build(name)
-    arguments = resized(spec, sizes)
-    recorded = trace(spec, arguments)
-    assert len(recorded.graphs) == 1
-    assert len(attention_nodes(recorded.graphs[0].graph)) == MODELS[name]
-    assert all(leaf.isfinite().all() for leaf in leaves(spec.module(**arguments)))
 
 
 @pytest.mark.parametrize("name", MODELS)

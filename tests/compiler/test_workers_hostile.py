@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import tempfile
 import threading
 import time
@@ -77,27 +75,18 @@ def test_a_refusal_is_no_failure_the_piece_runs_as_it_stands(cache_root):
 
 
 @pytest.fixture
-def small_disk(tmp_path, monkeypatch):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("needs the right to mount a tmpfs")
+def temporary_files(small_disk, monkeypatch):
+    """A small disk for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    monkeypatch.setenv("TMPDIR", str(small_disk))
+    return small_disk
 
 
-def test_a_full_disk_fails_the_unit_that_found_it_full(fresh_children, small_disk, cache_root):
+def test_a_full_disk_fails_the_unit_that_found_it_full(fresh_children, temporary_files, cache_root):
     with pytest.raises(UnitsFailedError, match=r"piece 1 \(general\): the disk is full\. Free some space"):
         compile_all(hostile.work_of(0, hostile.FILL, 50), cache_root, own=1)
     assert stored_units(cache_root) == 2
-    assert list(small_disk.iterdir()) == []
+    assert list(temporary_files.iterdir()) == []
 
 
 def test_settings_of_this_process_hold_in_the_worker(cache_root):

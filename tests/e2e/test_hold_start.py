@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -31,25 +30,6 @@ def bare(tmp_path):
     return Bare(tmp_path / "bare")
 
 
-@pytest.fixture
-def mounted():
-    """Return a function that mounts something on a folder for the time of a test, or skips it."""
-    there = []
-
-    def mount(folder, *arguments):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            subprocess.run(["mount", *arguments, str(folder)], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("mounting needs rights that this process has not")
-        there.append(folder)
-        return folder
-
-    yield mount
-    for folder in reversed(there):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.fixture(scope="module")
 def moved(aot_cache, tmp_path_factory):
     """A copy of a copy of the cache, on a read-only disk where that can be had; the first copy is gone."""
@@ -61,17 +41,9 @@ def moved(aot_cache, tmp_path_factory):
     return second
 
 
-@pytest.fixture
-def read_only(moved, mounted, tmp_path):
-    """The copy on a read-only file system: root would write through modes."""
-    again = mounted(tmp_path / "read_only", "--bind", str(moved))
-    subprocess.run(["mount", "-o", "remount,bind,ro", str(again)], check=True)
-    return again
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fixture_starts_where_there_is_nothing_but_a_read_only_copy_of_a_cache(read_only, bare, name):
-    report = bare.start_from_nothing(name, read_only)
+def test_a_fixture_starts_where_there_is_nothing_but_a_read_only_copy_of_a_cache(moved, read_only, bare, name):
+    report = bare.start_from_nothing(name, read_only(moved))
     assert well(report), report
     assert bare.written() == []
     # It may be asked which one it is, and is asked for nothing else.
@@ -98,26 +70,6 @@ def test_another_compiler_is_a_miss_that_names_it(moved, bare):
     name, sentence = report["error"]
     assert name == "CacheMissError"
     assert f'compiler was "{compiler_version()}" and is "(Other) 99.1.0" now' in sentence
-
-
-def test_a_tiny_temporary_folder_that_runs_no_code_serves(moved, bare, mounted):
-    folder = mounted(bare.places["tmp"], "-t", "tmpfs", "-o", "noexec,size=16k", "none")
-    probe = folder / "probe"
-    probe.write_text("#!/bin/sh\n")
-    probe.chmod(0o755)
-    with pytest.raises(PermissionError):
-        subprocess.run([probe], check=True)
-    report = bare.start("llama", moved)
-    assert well(report), report
-
-
-def test_a_full_temporary_folder_serves_or_is_a_sentence(moved, bare, mounted):
-    folder = mounted(bare.places["tmp"], "-t", "tmpfs", "-o", "size=8k", "none")
-    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    report = bare.start("llama", moved)
-    assert well(report) or report["error"][0] == "ArtifactError", report
 
 
 #: Every folder that a temporary file may go to is made read-only, in a mount namespace of its own.
