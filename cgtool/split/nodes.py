@@ -82,6 +82,10 @@ def kind_of(node: fx.Node) -> Kind:
     if node.target is private.SDPA_BACKEND:
         why = "it sets for the whole process which kernels attention may use; put `with sdpa_kernel(...)` around"
         raise cannot_split(node, f"{why} the call of the model, where it is warmed and where it is served")
+    if node.target is private.SET_GRAD and _leaves_grad_mode(node):
+        raise cannot_split(
+            node, "grad mode stays on after the call; write `with torch.enable_grad():` around its lines"
+        )
     if node.op == "call_module" or (is_higher and getattr(node.target, "__name__", "") not in RUN_BODIES):
         raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
     if is_dropped(node):
@@ -93,6 +97,12 @@ def kind_of(node: fx.Node) -> Kind:
     if any(True for _ in tensors_in(value)):
         return Kind.BUNDLE
     return Kind.SIZE if _is_number(value) and _is_pure(node) else Kind.EFFECT
+
+
+def _leaves_grad_mode(node: fx.Node) -> bool:
+    """Return whether `node` is the last to set grad mode, which a trace begins without, and switches it on."""
+    *_, last = node.graph.find_nodes(op="call_function", target=node.target)
+    return node is last and bool(node.args[0])
 
 
 def is_dropped(node: fx.Node) -> bool:

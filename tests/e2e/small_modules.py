@@ -168,6 +168,11 @@ def attended_by_kernel(self, x):
         return F.scaled_dot_product_attention(x[None], x[None], x[None])
 
 
+def leaves_grad_mode(self, x):
+    torch.set_grad_enabled(True)
+    return x * 2
+
+
 def _weight():
     return nn.Parameter(torch.zeros(8, 8))
 
@@ -332,5 +337,9 @@ REFUSED = {
     "any number of arguments": (
         lambda: (module(arguments), [(_numbers(4, 8), _numbers(4, 8))], {"x": {0: "rows"}}),
         "'x'|gain",
+    ),
+    "grad mode that stays on": (
+        lambda: (module(leaves_grad_mode), rows(4), ROWS),
+        r"small_modules\.py:\d+, in leaves_grad_mode.*grad mode stays on after the call; write `with torch\.enable",
     ),
 }
