@@ -39,7 +39,7 @@ def transposed(model):
 
 
 def reshaped(model):
-    model.first.weight = nn.Parameter(torch.randn(hand.WIDTH, 2 * hand.WIDTH))
+    model.first.weight = nn.Parameter(torch.randn(2 * hand.WIDTH, hand.WIDTH))
 
 
 def deleted(model):
@@ -61,7 +61,7 @@ def subclassed(model):
         (lambda m: m.half(), "first.weight has dtype float16 and was traced with float32"),
         (lambda m: m.to("meta"), "first.weight is on meta and must be on cpu"),
         (transposed, r"first.weight has the strides \(1, 4\) and was traced with \(4, 1\)"),
-        (reshaped, r"first.weight has the shape \(4, 8\) and was traced with \(4, 4\)"),
+        (reshaped, r"first.weight has the shape \(8, 4\) and was traced with \(4, 4\)"),
         (deleted, "gone"),
         (emptied, "first.weight is of type NoneType"),
         (subclassed, "first.weight is of type Odd"),
