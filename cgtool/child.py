@@ -29,7 +29,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -42,7 +42,6 @@ GRACE_SECS = 1.0
 _LOOK_MS = 1000
 _HEAD = struct.Struct(">cQQ")
 _CHUNK_BYTES = 1 << 20
-_MOST_FILES = 3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _Given = TypeVar("_Given", bound=Record)
@@ -51,9 +50,8 @@ _Given = TypeVar("_Given", bound=Record)
 class Channel:
     """One end of the connection between a parent and its child."""
 
-    def __init__(self, sock: socket.socket, *, lifeline: int | None = None) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._lifeline = lifeline
 
     # what a program does
 
@@ -78,23 +76,6 @@ class Channel:
     def answer(self, record: Record, data: bytes = b"", *, last: bool = False) -> None:
         """Answer a request; the program ends after its last answer."""
         self.send(LAST if last else ANSWER, record, data)
-
-    def files(self) -> list[int]:
-        """Return the open files that came after a request (`send_files`)."""
-        return socket.recv_fds(self._sock, 1, _MOST_FILES)[1]
-
-    def leave(self) -> None:
-        """Let go of all that tells the other end that this process is there: what a copy of it does first."""
-        self._sock.close()
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-
-    # what a parent does
-
-    def send_files(self, descriptors: Sequence[int]) -> None:
-        """Send open files after a request that says what they are for; the other end gets descriptors of its own."""
-        self._sock.settimeout(None)
-        socket.send_fds(self._sock, [b"f"], descriptors)
 
     # what both do
 
@@ -154,22 +135,17 @@ def _remaining(deadline: float | None) -> float | None:
     return left
 
 
-def serve(descriptor: int, program: str, reports: int | None = None) -> None:
-    """Be a child, with one end of a pair of sockets: what the command line of one calls.
-
-    The keeper of one that a fork server forked reports into a pipe: its process id, a line, and how the child ended.
-    """
-    module, _, function = program.partition(":")
-    with contextlib.suppress(OSError):  # what `ps` and `top` show, of the keeper too; there may be no /proc
-        Path("/proc/self/comm").write_text(module.rpartition(".")[2] if function == "main" else function)
-    lifeline = _split_off(descriptor, reports)
+def serve(descriptor: int, program: str) -> None:
+    """Be a child, with one end of a pair of sockets: what the command line of one calls."""
+    _split_off(descriptor)
     faulthandler.enable()
+    module, _, function = program.partition(":")
     with socket.socket(fileno=descriptor) as sock:
-        getattr(importlib.import_module(module), function)(Channel(sock, lifeline=lifeline))
+        getattr(importlib.import_module(module), function)(Channel(sock))
 
 
-def _split_off(connection: int, reports: int | None) -> int:
-    """Fork: the parent stays as the child's keeper; the child returns what tells the keeper that it lives."""
+def _split_off(lifeline: int) -> None:
+    """Fork: the child returns, the parent stays as its keeper and never returns."""
     import resource  # not on every system
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here, and its core gigabytes
@@ -177,17 +153,13 @@ def _split_off(connection: int, reports: int | None) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     ended, alive = os.pipe()
     child = os.fork()
-    if child:
-        os.close(alive)
-        if reports is not None:
-            os.write(reports, f"{keeper}\n".encode())
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that the keeper is gone means that all are
-        _keep(child, ended=ended, connection=connection, above=above, reports=reports)
-    os.close(ended)  # the other end stays open in the child until it ends, and tells the keeper of that
-    if reports is not None:
-        os.close(reports)
-    end_with(keeper)
-    return alive
+    if child == 0:
+        os.close(ended)  # the other end stays open in the child until it ends, and tells the keeper of that
+        end_with(keeper)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that the keeper is gone means that all are
+    os.close(alive)
+    _keep(child, ended=ended, lifeline=lifeline, above=above)
 
 
 def end_with(parent: int) -> None:
@@ -197,20 +169,17 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _keep(child: int, *, ended: int, connection: int, above: int, reports: int | None) -> NoReturn:
+def _keep(child: int, *, ended: int, lifeline: int, above: int) -> NoReturn:
     watch = select.poll()
-    watch.register(connection, 0)  # POLLHUP alone: what is said there is the child's
+    watch.register(lifeline, 0)  # POLLHUP alone: what is said there is the child's
     watch.register(ended, 0)
     while True:
         happened = {descriptor for descriptor, _ in watch.poll(_LOOK_MS)}
         found, status = os.waitpid(child, 0 if ended in happened else os.WNOHANG)
         if found:
-            code = os.waitstatus_to_exitcode(status)
             _end_descendants()
-            if reports is not None:
-                os.write(reports, str(code).encode())
-            _end_as(code)
-        if connection in happened or os.getppid() != above:
+            _end_as(os.waitstatus_to_exitcode(status))
+        if lifeline in happened or os.getppid() != above:
             _end_descendants()
             os._exit(1)
 

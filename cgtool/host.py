@@ -141,21 +141,6 @@ def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[st
     return {**kept, **changes}
 
 
-def changed_variables(since: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of this process that are not as they were, by name; None stands for one that was removed."""
-    now = dict(os.environ)
-    return {name: now.get(name) for name in sorted(now.keys() | since.keys()) if now.get(name) != since.get(name)}
-
-
-def change_variables(changes: Mapping[str, str | None]) -> None:
-    """Set and remove variables of this process, a child."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def _field(values: Mapping[str, str], field: str, *, otherwise: Any) -> Any:
     """Return the field of a configuration that a variable gives, as every process reads it, with or without one."""
     variable = f"CGTOOL_{field.upper()}"

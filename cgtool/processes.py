@@ -23,17 +23,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from cgtool.child import GRACE_SECS, LAST, NOTE, REQUEST, Channel, end_with
 from cgtool.errors import CgtoolError
 from cgtool.plan.grammar import Record, decode
-
-if TYPE_CHECKING:
-    from cgtool.forkserver import Forked, ForkServer
 
 #: How long a child may take to be ready, on a machine that is busy: importing torch and Inductor is slow.
 _START_SECS = 600.0
@@ -131,7 +128,6 @@ class Child:
         program: "module:function", which is given a `Channel`.
         setup: Sent as the first request, before the child says that it is ready; None sends none.
         variables: Its whole environment; None is this process's.
-        server: What forks it, where a fork is as good as a fresh process.
 
     Attributes:
         started: When it was started, on `time.monotonic`'s clock, which all processes share.
@@ -141,12 +137,7 @@ class Child:
     """
 
     def __init__(
-        self,
-        program: str,
-        *,
-        setup: Record | None = None,
-        variables: Mapping[str, str] | None = None,
-        server: ForkServer | None = None,
+        self, program: str, *, setup: Record | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
         paths = json.dumps([str(entry) or str(Path.cwd()) for entry in sys.path])
         self._is_ready = self._is_over = False
@@ -155,10 +146,7 @@ class Child:
         self._channel = Channel(ours)
         self.started = time.monotonic()
         try:
-            forked = (
-                None if server is None else server.fork(program, connection=theirs.fileno(), log=self._log.fileno())
-            )
-            self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(  # noqa: S603  this very Python
+            self._process = subprocess.Popen(  # noqa: S603  this very Python
                 [sys.executable, "-P", "-u", "-c", _BOOT, paths, str(theirs.fileno()), program],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -176,15 +164,6 @@ class Child:
         if setup is not None:
             with contextlib.suppress(OSError):  # it is gone already, which the first request tells
                 self._channel.send(REQUEST, setup)
-
-    def hand(self, request: Record, files: Sequence[int]) -> None:
-        """Send a request that has no answer, with open files, at once; of a child that is asked nothing else.
-
-        Raises:
-            OSError: It is gone.
-        """
-        self._channel.send(REQUEST, request)
-        self._channel.send_files(files)
 
     @property
     def is_alive(self) -> bool:
@@ -304,19 +283,12 @@ class Children:
     """
 
     def __init__(
-        self,
-        program: str,
-        *,
-        limit: int,
-        setup: Record | None = None,
-        variables: Mapping[str, str] | None = None,
-        server: ForkServer | None = None,
+        self, program: str, *, limit: int, setup: Record | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
         self._program = program
         self.limit = limit
         self._setup = setup
         self._variables = variables
-        self._server = server
         self._slots = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
         self._idle: list[Child] = []
@@ -389,7 +361,7 @@ class Children:
     def _new(self) -> Child:
         if self._is_closed:
             raise ClosedError("The command was ended before all was done. Give it again to go on.")
-        child = Child(self._program, setup=self._setup, variables=self._variables, server=self._server)
+        child = Child(self._program, setup=self._setup, variables=self._variables)
         self._all.add(child)
         return child
 

@@ -72,5 +72,4 @@ DEEDS = {
     "sleep": lambda: time.sleep(600),
     "hold the lock": _hold_the_lock,
     "start far": _start_far,
-    "tell what is around": lambda: (os.environ["CGTOOL_JOBS"], sys.path[0], os.getsid(0) == os.getppid()),
 }

@@ -14,25 +14,14 @@ import pytest
 from child_programs import Do, Told
 
 from cgtool.child import descendants
-from cgtool.forkserver import ForkServer
 from cgtool.processes import Child, ChildEndedError, Children, ClosedError
 
 PROGRAM = "child_programs:main"
 
 
-@pytest.fixture(params=["started", "forked"])
-def server(request):
-    """Return None, or what forks children off a process that has imported the program."""
-    if request.param == "started":
-        yield None
-        return
-    with ForkServer("child_programs", "no_such_module") as server:
-        yield server
-
-
 @pytest.fixture
-def child(server):
-    child = Child(PROGRAM, server=server)
+def child():
+    child = Child(PROGRAM)
     yield child
     child.close()
 
@@ -67,8 +56,8 @@ def test_a_child_answers_with_notes_bytes_and_what_it_printed(child):
     assert ask(child, "nothing").record == first.record
 
 
-def test_a_setup_is_there_before_the_first_request(server):
-    child = Child("child_programs:set_up", setup=Told(word="here"), server=server)
+def test_a_setup_is_there_before_the_first_request():
+    child = Child("child_programs:set_up", setup=Told(word="here"))
     assert ask(child, "nothing").record == Told(word="here")
     child.close()
 
@@ -132,18 +121,14 @@ def test_a_child_that_is_ended_by_another_thread_tells_who_waits(child):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("server", ["None", "ForkServer('child_programs')"])
 @pytest.mark.parametrize("deed", ["sleep", "hold the lock"])
-def test_no_child_outlives_its_parent(deed, server):
+def test_no_child_outlives_its_parent(deed):
     program = f"""
 import sys
 sys.path[:] = {sys.path!r}
 from child_programs import Do, Told
-from cgtool.forkserver import ForkServer
-from cgtool.forkserver import ForkServer
 from cgtool.processes import Child
-server = {server}
-child = Child({PROGRAM!r}, server=server)
+child = Child({PROGRAM!r})
 print(child.pid, flush=True)
 print(child.ask(Do(deed="nothing"), answer=Told, note=Told, timeout_secs=60).record.word, flush=True)
 child.ask(Do(deed={deed!r}), answer=Told, timeout_secs=None)
@@ -155,8 +140,8 @@ child.ask(Do(deed={deed!r}), answer=Told, timeout_secs=None)
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_children_take_turns_and_are_replaced_when_they_died(server):
-    children = Children(PROGRAM, limit=2, server=server)
+def test_children_take_turns_and_are_replaced_when_they_died():
+    children = Children(PROGRAM, limit=2)
     children.start(1)
     words = []
     threads = [threading.Thread(target=lambda: words.append(ask(children, "nothing").record.word)) for _ in range(6)]
@@ -178,57 +163,12 @@ def test_children_take_turns_and_are_replaced_when_they_died(server):
         ask(children, "nothing")
 
 
-@pytest.mark.parametrize("forks", [False, True])
-def test_closing_leaves_no_process_and_no_descriptor(forks):
+def test_closing_leaves_no_process_and_no_descriptor():
     before, others = len(list(Path("/proc/self/fd").iterdir())), descendants(os.getpid())
-    with ForkServer() as server:
-        children = Children(PROGRAM, limit=2, server=server if forks else None)
-        children.start(2)
-        ask(children, "nothing")
-        pids = set(descendants(os.getpid())).difference(others)
-        children.close()
+    children = Children(PROGRAM, limit=2)
+    children.start(2)
+    pids = set(descendants(os.getpid())).difference(others)
+    children.close()
     assert pids
     assert not any(map(is_alive, pids))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_a_fork_is_as_the_parent_is_now(monkeypatch):
-    with ForkServer() as server:
-        server.start()
-        monkeypatch.setenv("CGTOOL_JOBS", "7")
-        monkeypatch.syspath_prepend("/somewhere")
-        child = Child(PROGRAM, server=server)
-        assert ask(child, "tell what is around").record.word == "('7', '/somewhere', True)"
-        assert descendants(server._child.pid).count(child.pid) == 1
-        child.close()
-
-
-@pytest.mark.parametrize("change", ["variable", "folder", "death"])
-def test_where_a_fork_would_not_be_a_fresh_process_one_is_started(monkeypatch, tmp_path, change):
-    with ForkServer() as server:
-        server.start()
-        if change == "variable":
-            monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        elif change == "folder":
-            monkeypatch.chdir(tmp_path)
-        else:
-            os.killpg(server._child.pid, signal.SIGKILL)
-            wait_until(lambda: not server._child.is_alive)
-        child = Child(PROGRAM, server=server)
-        assert ask(child, "nothing").data == b"abab"
-        assert isinstance(child._process, subprocess.Popen)
-        child.close()
-
-
-def test_who_waits_for_a_fork_is_told_that_the_server_died():
-    with ForkServer("child_programs") as server:
-        server.start()
-        wait_until(lambda: descendants(server._child.pid))
-        (process,) = descendants(server._child.pid)
-        os.kill(process, signal.SIGSTOP)  # as one that imports for long, and then dies
-        child = Child(PROGRAM, server=server)
-        os.kill(process, signal.SIGKILL)
-        with pytest.raises(ChildEndedError):
-            ask(child, "nothing")
-        assert not child.is_alive
-        child.close()

@@ -38,7 +38,6 @@ from cgtool.compiler.wanted import Work
 from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig
 from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.forkserver import ForkServer
 from cgtool.host import count
 from cgtool.machine import default_jobs
 from cgtool.plan.grammar import digest_of
@@ -314,9 +313,9 @@ def _is_tuned(work: Work) -> bool:
 
 
 def pool_of(
-    config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool, server: ForkServer | None = None
+    config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool
 ) -> AbstractContextManager[WorkerPool | Cluster | None]:
-    """Return the workers of a warm, forked off `server`; None where everything is compiled in this process."""
+    """Return the workers of a warm; None where everything is compiled in this process."""
     inductor = config.adaptor in ADAPTORS
     if config.executor and get_adaptor(config.adaptor).compiles:
         return Cluster(
@@ -330,7 +329,7 @@ def pool_of(
     if jobs == 0 or not get_adaptor(config.adaptor).compiles:
         return nullcontext()
     native = takes_compiler(config, on_cpu=on_cpu)
-    return WorkerPool(jobs=jobs, timeout_secs=config.compile_timeout, inductor=inductor, native=native, server=server)
+    return WorkerPool(jobs=jobs, timeout_secs=config.compile_timeout, inductor=inductor, native=native)
 
 
 def takes_compiler(config: CompilationConfig, *, on_cpu: bool) -> bool:

@@ -63,7 +63,6 @@ from cgtool.store.trust import TrustPolicy
 if TYPE_CHECKING:
     from cgtool.compiler.proof.beside import CallProof
     from cgtool.compiler.stitch import Stitched
-    from cgtool.forkserver import ForkServer
     from cgtool.processes import Children
 
 #: How often ops at which pieces fail to compile are split out; what fails after that falls back.
@@ -112,7 +111,6 @@ def warm(
     without: Collection[str] = (),
     ranks: Ranks | None = None,
     tracers: Children | None = None,
-    server: ForkServer | None = None,
     on_event: OnEvent = ignore,
 ) -> WarmResult:
     """Make sure that the cache serves a model under a configuration.
@@ -126,7 +124,6 @@ def warm(
         without: Hashes of entries that fit and do not serve: their guards refuse these very examples.
         ranks: Those that a launcher started to warm this model together; None takes those of the default process group.
         tracers: Children of `serve_traces`, which trace variants beside this process; ended once all are traced.
-        server: What forks the workers; None is one of their own.
         on_event: Told of each phase as it goes.
 
     Returns:
@@ -154,8 +151,9 @@ def warm(
         if ranks is None and (ranks := Ranks.of_group()) is not None:
             stack.enter_context(ranks)
         stack.enter_context(torch.inference_mode(mode=False))
-        tracers = tracers if ranks is None else None  # children would have to join the group
-        one = _Warm(spec, config, layout, on_event, rank=rank, ranks=ranks, tracers=tracers, server=server)
+        # ranks trace for themselves: children would have to join their group
+        tracers = tracers if ranks is None else None
+        one = _Warm(spec, config, layout, on_event, rank=rank, ranks=ranks, tracers=tracers)
         return one.run(check=check, without=without)
 
 
@@ -207,7 +205,6 @@ class _Warm:
         rank: int,
         ranks: Ranks | None,
         tracers: Children | None,
-        server: ForkServer | None,
     ) -> None:
         self._spec = spec
         self._config = config
@@ -215,7 +212,6 @@ class _Warm:
         self._rank = rank
         self._ranks = ranks
         self._tracers = tracers
-        self._server = server
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
         self._remotes = Remotes.of(layout, config, self._trust)
@@ -344,7 +340,7 @@ class _Warm:
         on_cpu = all(tensor.device.type in ("cpu", "meta") for tensor in self._spec.module.parameters())
         if takes_compiler(self._config, on_cpu=on_cpu):
             check_compiler(self._config.adaptor)
-        with pool_of(self._config, self._on_event, on_cpu=on_cpu, server=self._server) as pool, self._stack:
+        with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool, self._stack:
             if pool is not None:
                 pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
             with nullcontext() if self._tracers is None else Tracers(self._tracers) as tracers:

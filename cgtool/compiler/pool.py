@@ -15,7 +15,6 @@ from pathlib import Path
 
 from cgtool.compiler.request import CompileReport, CompileRequest, StaysHereError, WorkerSetup
 from cgtool.errors import CompileError, WorkerError
-from cgtool.forkserver import OF_A_WARM, ForkServer
 from cgtool.machine import num_cores
 from cgtool.processes import ChildEndedError, Children, Ending, log_words
 from cgtool.store.records import Artifact
@@ -27,20 +26,14 @@ _LEAST_FREE_BYTES = 65_536
 class WorkerPool(Children):
     """Compile workers of this process, `jobs` of them, each in a process of its own.
 
-    `native` workers will write C++ code for the CPU. They are forked off `server`; None is one of the pool's own.
+    `native` workers will write C++ code for the CPU.
 
     Raises:
         WorkerError: There is no folder for temporary files.
     """
 
     def __init__(
-        self,
-        *,
-        jobs: int,
-        timeout_secs: float | None = None,
-        inductor: bool = True,
-        native: bool = True,
-        server: ForkServer | None = None,
+        self, *, jobs: int, timeout_secs: float | None = None, inductor: bool = True, native: bool = True
     ) -> None:
         self.jobs = jobs
         self._timeout_secs = timeout_secs
@@ -48,9 +41,7 @@ class WorkerPool(Children):
             self._folder = Path(tempfile.mkdtemp(prefix="cgtool-work-"))
         threads = max(1, num_cores() // max(1, jobs))
         setup = WorkerSetup(threads=threads, inductor=inductor, native=native, shared=str(self._folder))
-        self._own_server = ForkServer(*OF_A_WARM)
-        server = server or self._own_server
-        super().__init__("cgtool.compiler.worker:main", limit=max(1, jobs), setup=setup, server=server)
+        super().__init__("cgtool.compiler.worker:main", limit=max(1, jobs), setup=setup)
 
     def start(self, count: int = 1) -> None:
         """Start workers now, up to `count` and `jobs` in all, so that they are ready when there is work.
@@ -89,7 +80,6 @@ class WorkerPool(Children):
     def close(self) -> None:
         """End all workers and their compilers."""
         super().close()
-        self._own_server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

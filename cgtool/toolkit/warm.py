@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgtool.child import Channel
-from cgtool.config import EAGER, CompilationConfig
+from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError
 from cgtool.events import Event, OnEvent, ignore
-from cgtool.forkserver import OF_A_WARM, ForkServer
 from cgtool.host import environment
 from cgtool.machine import tracing_jobs
 from cgtool.plan.grammar import Record
@@ -126,11 +125,7 @@ def warm(
     rank = environment().rank if rank is None else rank
     # What no cache and no store can hold is going to be traced.
     is_cold = not (check or config.remote or CacheLayout(root=root).hashes())
-    with ForkServer(*OF_A_WARM) as server, contextlib.ExitStack() as stack:
-        if is_cold and config.jobs != 0 and config.adaptor != EAGER and not config.executor:
-            with contextlib.suppress(OSError):  # what cannot be started is found again, and told, where it is needed
-                server.start()
-        tracers = stack.enter_context(_tracers(choice, config, server, starts=is_cold)) if in_children else None
+    with _tracers(choice, config, starts=is_cold) if in_children else contextlib.nullcontext() as tracers:
         spec = choice.build(on_event=on_event)
         # Imports Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
         from cgtool.compiler.pipeline import warm as run_pipeline
@@ -155,7 +150,6 @@ def warm(
                 check=check,
                 ranks=ranks,
                 tracers=tracers,
-                server=server,
                 on_event=on_event,
             )
         except CacheMissError as miss:
@@ -182,17 +176,15 @@ def warm(
 
 
 @contextlib.contextmanager
-def _tracers(
-    choice: ModelChoice, config: CompilationConfig, server: ForkServer, *, starts: bool
-) -> Iterator[Children | None]:
+def _tracers(choice: ModelChoice, config: CompilationConfig, *, starts: bool) -> Iterator[Children | None]:
     """Yield children that build the model too, if the machine bears any; `starts` starts them before they are asked."""
     count = tracing_jobs(config.jobs)
     if count < 1 or choice.weights == "real":  # each would hold real weights once more
         yield None
         return
-    with Children("cgtool.toolkit.warm:trace_variants", limit=count, setup=choice, server=server) as children:
+    with Children("cgtool.toolkit.warm:trace_variants", limit=count, setup=choice) as children:
         if starts:
-            with contextlib.suppress(OSError):  # as above
+            with contextlib.suppress(OSError):  # what cannot be started is found again, and told, where it is needed
                 children.start(_EARLY_TRACERS)
         yield children
 
