@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from cgtool.host import environment
 from cgtool.model import DynamicDims
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call import AsModule
+from cgtool.runtime.dispatch import ForkedLock
 from cgtool.runtime.otherwise import Otherwise
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
@@ -132,8 +132,11 @@ def _decorated(
         if torch.compiler.is_compiling() or self.training:
             return private.eager_call(self)(*args, **kwargs)
         held = self.__dict__.get(_HELD)
-        if held is None:
-            held = self.__dict__.setdefault(_HELD, _Held())  # which one thread of several does
+        if held is None or held.of is not self.__dict__:
+            with _renewing:  # which one thread of several does
+                held = self.__dict__.get(_HELD)
+                if held is None or held.of is not self.__dict__:
+                    held = self.__dict__[_HELD] = _Held(self.__dict__)
         if held.function is None:
             with held.lock:  # a second thread's first call waits for what the first one's makes
                 if held.function is None:
@@ -150,11 +153,19 @@ def _decorated(
 _HELD = "_cgtool_compiled"
 
 
-class _Held:
-    """What an instance runs; a copy of the instance starts without."""
+_renewing = ForkedLock()
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+
+class _Held:
+    """What an instance runs; a copy of the instance starts without, though a shallow one has this in its dict, too.
+
+    Args:
+        of: The dict of the instance.
+    """
+
+    def __init__(self, of: dict[str, Any] | None = None) -> None:
+        self.of = of
+        self.lock = ForkedLock()
         self.function: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
@@ -168,7 +179,7 @@ def _recheck(self: nn.Module) -> None:
         GuardError: Some fact that the model was compiled with no longer holds; the message names it.
     """
     held = self.__dict__.get(_HELD)
-    if held is not None and isinstance(held.function, AsModule):
+    if held is not None and held.of is self.__dict__ and isinstance(held.function, AsModule):
         held.function.recheck()
 
 

@@ -153,6 +153,16 @@ def test_an_instance_is_what_it_was(compiled):
     assert model(torch.ones(3, 4)).tolist() == [[5.0] * 4] * 3
 
 
+def test_a_shallow_copy_runs_its_own_tensors(compiled):
+    """`torch.nn.DataParallel` makes such copies."""
+    model = decorated(compiled())().eval()
+    model(torch.ones(3, 4))
+    twin = copy.copy(model)
+    twin._parameters = {"weight": nn.Parameter(torch.full((4,), 7.0), requires_grad=False)}
+    assert twin(torch.ones(3, 4)).tolist() == [[7.0] * 4] * 3
+    assert model(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
+
+
 def test_in_training_mode_it_runs_as_it_is(compiled):
     model = decorated(compiled())().train()
     before = counters()
