@@ -248,7 +248,7 @@ def _class_for(name: Json, by_place: Json, by_name: Json) -> type:
         raise malformed("template", [name, by_place, by_name])
     if not all(type(item) is list and len(item) == 2 for item in by_name):  # noqa: PLR2004 - a name and a value
         raise malformed("template", by_name)
-    made = container_class(name)
+    made = _container_class(name)
     names = [check_identifier(key) for key, _ in by_name]
     # one of Python's or torch's own shows no signature
     with contextlib.suppress(ValueError):
@@ -259,12 +259,8 @@ def _class_for(name: Json, by_place: Json, by_name: Json) -> type:
     return made
 
 
-def container_class(name: Any) -> type:
-    """Return the class `module:Qualname`, which must be a container of fields.
-
-    Raises:
-        ArtifactError: The name is malformed, the class is not there, or it is no container of fields.
-    """
+def _container_class(name: Any) -> type:
+    """Return the class `module:Qualname`, which must be a container of fields."""
     found = _find(name)
     if isinstance(found, type):
         is_named = isinstance(getattr(found, "_fields", None), tuple) or found.__module__ == "torch.return_types"
