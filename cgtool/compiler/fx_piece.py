@@ -35,18 +35,26 @@ _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RebuiltPiece:
-    """A piece as a compiler takes it."""
+class RebuiltSymbols:
+    """A ShapeEnv that knows a graph's symbols, ranges and facts, and nothing else."""
+
+    mode: _torch.FakeTensorMode
+    #: The symbols by the names that the graph has for them: plain integers where a range has one size.
+    sizes: dict[str, Any]
+    #: What torch calls the symbols → what the graph calls them.
+    names: dict[str, str]
+    #: How many guards the graph's own facts made in the ShapeEnv.
+    num_facts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebuiltPiece(RebuiltSymbols):
+    """A piece as a compiler takes it: its symbols, and tensors and ops over them."""
 
     #: The placeholders are the piece's inputs and then its constants, the output is a tuple.
     module: fx.GraphModule
     #: Fake tensors, one for each placeholder.
     inputs: list[Any]
-    mode: _torch.FakeTensorMode
-    #: What torch calls the symbols → what the graph calls them.
-    names: dict[str, str]
-    #: How many guards the graph's own facts made in the ShapeEnv.
-    num_facts: int
     #: The ops that its calls came to.
     called: _torch.CalledOps
     #: The positions of the inputs that it writes to.
@@ -105,16 +113,6 @@ def _refuse_of_data(guard: str, graph: PieceGraph) -> None:
                 f"eagerly instead",
                 actual=guard,
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RebuiltSymbols:
-    """A ShapeEnv that knows a graph's symbols, ranges and facts, and nothing else."""
-
-    mode: _torch.FakeTensorMode
-    sizes: dict[str, Any]
-    names: dict[str, str]
-    num_facts: int
 
 
 def rebuild_symbols(graph: PieceGraph) -> RebuiltSymbols:
@@ -212,11 +210,9 @@ def rebuild(graph: PieceGraph) -> RebuiltPiece:
     written = {n for n, fake in enumerate(inputs) if _torch.storage_id(fake) in called.written}
     _refuse_shared_writes(graph, written)
     return RebuiltPiece(
+        **vars(symbols),
         module=fx.GraphModule(writer.bodies, writer.graph, class_name="Piece"),
         inputs=writer.inputs,
-        mode=symbols.mode,
-        names=symbols.names,
-        num_facts=symbols.num_facts,
         called=called,
         written=frozenset(written),
     )
