@@ -472,12 +472,13 @@ def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
 
 def same(one: Json, other: Json) -> bool:
     """Return whether two descriptions are equal as data: `True` is not `1`."""
-    if type(one) is not type(other):
+    kind = type(one)
+    if kind is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list):
+    if kind is list:
         return len(one) == len(other) and all(map(same, one, other))
+    if kind is dict:
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
     return bool(one == other)
 
 
