@@ -465,6 +465,8 @@ class _Served:
         self.is_ready = False
 
     def uncovered(self) -> str:
+        if self.table.covers_all:
+            return "where the model holds what this call reads has changed since it was loaded; recheck() says what"
         return f"the sizes of this call were not compiled, which has {self.table.covered()}"
 
 

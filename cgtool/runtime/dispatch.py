@@ -188,6 +188,11 @@ class ShapeTable:
         opened = [function.opened() if isinstance(function, Unopened) else function for function in functions]
         return tuple([self._wrap(position, function) for position, function in enumerate(opened)])
 
+    @property
+    def covers_all(self) -> bool:
+        """Whether every piece has a function for every size."""
+        return all(piece.general is not None for piece in self._pieces)
+
     def covered(self) -> str:
         """Say which sizes were compiled, for an error's sentence."""
         shapes = [choice.shape for piece in self._pieces for choice in piece.choices]

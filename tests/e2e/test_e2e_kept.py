@@ -252,3 +252,15 @@ def test_what_another_example_left_may_share_memory_with_what_is_written(tmp_pat
         torch.testing.assert_close(loaded(x, leaves), eager(x, leaves))
     with pytest.raises(GuardError):  # compiled code may read the part before it is written, and not after
         loaded(x, False)
+
+
+def test_what_is_held_in_another_way_now_is_said(tmp_path):
+    module = made("a running mean")
+    served = cgtool.compile(module, example_args=(torch.ones(3, 8),), config=CONFIG, cache_dir=tmp_path)
+    served(torch.ones(3, 8))
+    del module.mean
+    module.register_buffer("mean", torch.zeros(8))
+    with pytest.raises(GuardError, match=r"where the model holds what this call reads has changed .*recheck\(\)"):
+        served(torch.ones(3, 8))
+    with pytest.raises(GuardError, match='_buffers did not have the key "mean" when this was compiled'):
+        served.recheck()
