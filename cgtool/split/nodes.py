@@ -86,6 +86,10 @@ def kind_of(node: fx.Node) -> Kind:
         raise cannot_split(
             node, "grad mode stays on after the call; write `with torch.enable_grad():` around its lines"
         )
+    if short_name(node) == "_tensor_version":  # an op of prims, which only a process that traces has
+        raise cannot_split(
+            node, "how often a tensor was written is nothing that a piece can ask; take it out of forward"
+        )
     if node.op == "call_module" or (is_higher and getattr(node.target, "__name__", "") not in RUN_BODIES):
         raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
     if is_dropped(node):

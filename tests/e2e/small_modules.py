@@ -342,4 +342,8 @@ REFUSED = {
         lambda: (module(leaves_grad_mode), rows(4), ROWS),
         r"small_modules\.py:\d+, in leaves_grad_mode.*grad mode stays on after the call; write `with torch\.enable",
     ),
+    "how often a tensor was written": (
+        lambda: (module(lambda self, x: x * (x._version + 1)), rows(4), ROWS),
+        r"small_modules\.py:\d+.*how often a tensor was written is nothing that a piece can ask",
+    ),
 }
