@@ -1,7 +1,7 @@
 """Every private torch name that `cgtool.compiler` touches. Read in torch 2.13.0, written for 2.11 and newer.
 
-Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Nothing
-here patches torch beyond torch's own `config.patch`, which ends with its `with` block, save what is for workers alone.
+Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. What is
+patched of torch is as it was when the `with` block ends, save what is for workers alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.compiler.config
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 from cgtool.plan.grammar import digest_of
+from cgtool.runtime.dispatch import ForkedLock
 from cgtool.store.lock import file_lock
 
 __all__ = ["FakeTensorMode"]
@@ -53,6 +55,8 @@ _CACHING = {
     # what they do is decided by their arguments, which are part of the graph; torch's caches do not know that
     "unsafe_marked_cacheable_functions": dict.fromkeys(sorted(PYTHON_FUNCTIONS), "cgtool"),
 }
+#: Held while a class of Inductor's is patched.
+_writing = ForkedLock()
 
 
 def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
@@ -231,6 +235,44 @@ def compiling(tag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def checks_in_one_thread() -> Iterator[None]:
+    """Have loops that check what they read written for one thread: in OpenMP's, an error ends the process.
+
+    One block runs at a time, and what is compiled elsewhere in this process meanwhile is written so, too.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen import cpp
+
+    kernel: Any = cpp.CppKernel
+
+    def noting(write_check: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any) -> Any:
+            self.may_raise = True
+            return write_check(self, *args)
+
+        return noted
+
+    with _writing:
+        write_loops = kernel.codegen_loops_impl
+
+        def written(self: Any, nest: Any, code: Any, sharing: Any) -> Any:
+            fused = getattr(nest.kernel, "inner", [nest])
+            if not any(hasattr(body, "may_raise") for one in fused for body in one.kernel.kernels):
+                return write_loops(self, nest, code, sharing)
+            sharing.close()
+            with config.patch({"cpp.threads": 1, "cpp.dynamic_threads": False}):
+                return write_loops(self, nest, code, sharing)
+
+        with mock.patch.multiple(
+            kernel,
+            assert_function=property(noting(kernel.assert_function.fget)),  # asked for its name as a check is written
+            device_assert_async=noting(kernel.device_assert_async),
+            codegen_loops_impl=written,
+        ):
+            yield
+
+
+@contextlib.contextmanager
 def autotuning_seen() -> Iterator[list[dict[str, Any]]]:
     """Yield a list that gets what autotuning tries while the block runs: an op's name, and each candidate's seconds."""
     from torch._inductor import select_algorithm
@@ -400,34 +442,6 @@ def import_inductor(threads: int) -> None:
     import torch._inductor.compile_fx
 
     torch._inductor.config.compile_threads = threads
-
-
-def raise_from_one_thread() -> None:
-    """Let loops that check what they read run in one thread: an error in a parallel loop of OpenMP ends the process."""
-    from torch._inductor import config
-    from torch._inductor.codegen import cpp
-
-    kernel: Any = cpp.CppKernel
-    write_loops = kernel.codegen_loops_impl
-
-    def noting(write_check: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(self: Any, *args: Any) -> Any:
-            self.may_raise = True
-            return write_check(self, *args)
-
-        return noted
-
-    def written(self: Any, nest: Any, code: Any, sharing: Any) -> Any:
-        fused = getattr(nest.kernel, "inner", [nest])
-        if not any(hasattr(body, "may_raise") for one in fused for body in one.kernel.kernels):
-            return write_loops(self, nest, code, sharing)
-        sharing.close()
-        with config.patch({"cpp.threads": 1, "cpp.dynamic_threads": False}):
-            return write_loops(self, nest, code, sharing)
-
-    kernel.assert_function = property(noting(kernel.assert_function.fget))  # asked for its name as a check is written
-    kernel.device_assert_async = noting(kernel.device_assert_async)
-    kernel.codegen_loops_impl = written
 
 
 def share_probes(folder: Path) -> None:

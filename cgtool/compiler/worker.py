@@ -154,7 +154,6 @@ def _prepare(setup: WorkerSetup) -> None:
     """Import what compiles need before there is one: it counts for no unit's time."""
     if setup.inductor:
         _torch.import_inductor(setup.threads)
-        _torch.raise_from_one_thread()
         _torch.share_probes(Path(setup.shared))
         if setup.native:
             _torch.probe()

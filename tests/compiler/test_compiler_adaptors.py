@@ -9,6 +9,7 @@ import torch
 from aot_packages import package_of
 from msgspec.structs import replace
 from piece_cases import CASES, OTHERWISE_LAID, inputs_of, same_as_eager, tensor, with_results
+from torch._inductor.codegen.cpp import CppKernel
 
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.errors import ArtifactError, ConfigError
@@ -35,6 +36,16 @@ def test_an_adaptor_computes_what_the_piece_computes(adaptor, name):
     run = compiler.load(compiled.artifact, piece)
     for sizes in case.sizes:
         same_as_eager(run, case, sizes, strides=False)
+
+
+def test_an_index_out_of_range_is_an_error_where_loops_have_threads():
+    before = dict(vars(CppKernel))
+    piece = with_results(CASES["indices"].piece)
+    compiler = get_adaptor("inductor_standalone")
+    run = compiler.load(compiler.compile(piece, options={}).artifact, piece)
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        run([torch.full((1 << 14,), 8), torch.randn(8, 8)])
+    assert dict(vars(CppKernel)) == before
 
 
 def test_inputs_are_taken_over():
