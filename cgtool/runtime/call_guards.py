@@ -413,7 +413,7 @@ def _holder(base: Any, name: str) -> dict[str, Any] | None:
     """Return the dict of a module that holds the attribute, or None when it is computed (a property)."""
     if not isinstance(base, nn.Module):
         return None
-    for holder in (vars(base), base._parameters, base._buffers):  # noqa: SLF001 - in the order in which Python looks
+    for holder in (vars(base), base._parameters, base._buffers):  # noqa: SLF001 - as above; in Python's order
         if name in holder:
             return holder
     return None

@@ -63,17 +63,14 @@ def file_lock(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
 def _taken(path: Path, on_wait: Callable[[], None] | None) -> int | None:
     """The descriptor of the lock file, locked; None where that cannot be had."""
     for _ in range(_ATTEMPTS):
-        descriptor = _open(path)
-        try:
-            is_locked = _lock(descriptor, path, on_wait)
-            if is_locked and _is_current(descriptor, path):
+        with contextlib.ExitStack() as unless_kept:
+            descriptor = _open(path)
+            unless_kept.callback(os.close, descriptor)
+            if not _lock(descriptor, path, on_wait):
+                break
+            if _is_current(descriptor, path):
+                unless_kept.pop_all()
                 return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        if not is_locked:
-            break
     return None
 
 

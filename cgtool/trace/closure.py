@@ -103,7 +103,7 @@ def _add(found: Closure, name: str, *, is_traced: bool) -> Iterator[str]:
         found.digests[name] = sha256_hex(data)
         if not distributions and (text := text_of(data)) is not None:
             found.texts[name] = text
-            yield from _imported(text, name, is_package=os.path.basename(file).startswith("__init__."))  # noqa: PTH119
+            yield from _imported(text, name, is_package=Path(file).name.startswith("__init__."))
 
 
 def _is_there(name: str) -> bool:

@@ -175,7 +175,7 @@ def test_a_copy_runs_with_weights_of_its_own(tmp_path, monkeypatch, otherwise):
         same(copied, copied.module, x)
         same(run, module, x)
         assert (copied(x) != run(x)).any()
-    same(pickle.loads(pickle.dumps(waiting)), module, x)
+    same(pickle.loads(pickle.dumps(waiting)), module, x)  # as a DataLoader's workers send it
 
 
 def test_a_list_of_parameters_that_grows_is_seen_by_the_next_call(tmp_path, monkeypatch):
