@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgtool.compiler import _torch
+from cgtool.compiler._torch import symbol_of
+from cgtool.compiler.adaptors import _torch
 from cgtool.compiler.adaptors.inductor import InductorBase
 from cgtool.compiler.adaptors.interface import PieceCallable
 from cgtool.compiler.fx_piece import RebuiltPiece
@@ -218,7 +219,7 @@ def _view(node: fx.Node, source: fx.Node, piece: RebuiltPiece, graph: PieceGraph
 def _dim(size: Any, names: dict[str, str]) -> Dim:
     if not isinstance(size, torch.SymInt):
         return int(size)
-    expr = _torch.symbol_of(size)
+    expr = symbol_of(size)
     if expr.is_number:
         return int(expr)
     try:

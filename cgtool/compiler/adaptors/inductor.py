@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from cgtool.compiler import _torch
+from cgtool.compiler.adaptors import _torch
 from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
 from cgtool.compiler.fitness import op_named_by
 from cgtool.compiler.fx_piece import RebuiltPiece, rebuild
