@@ -23,7 +23,9 @@ _REPO = Path(__file__).resolve().parents[1]
 #: What decides the bytes of a package beside torch and the compiler.
 _SOURCES = (
     "cgtool/compiler/_torch.py",
+    "cgtool/compiler/adaptors/_torch.py",
     "cgtool/compiler/adaptors/aot_inductor.py",
+    "cgtool/compiler/adaptors/inductor.py",
     "cgtool/compiler/fx_piece.py",
     "cgtool/compiler/sizes.py",
     "cgtool/compiler/options.py",
