@@ -162,6 +162,20 @@ def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatc
     assert inspect(root)["pieces"] == 1
 
 
+@pytest.mark.parametrize("otherwise", ["raise", "eager", "warm", "background"])
+def test_what_is_compiled_keeps_nothing_of_its_own_in_the_model(tmp_path, monkeypatch, otherwise):
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
+    module, x = models.Signature().eval(), models.x_of()
+    before = set(vars(module))
+    run = cgtool.compile(module, cache_dir=tmp_path, otherwise=otherwise)
+    for size in (3, 3, 5):
+        run(x[:size])
+    if otherwise == "background":
+        run._behind.join()
+    run.recheck()
+    assert set(vars(module)) == before
+
+
 @pytest.mark.parametrize("otherwise", ["raise", "eager"])
 def test_a_copy_runs_with_weights_of_its_own(tmp_path, monkeypatch, otherwise):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
