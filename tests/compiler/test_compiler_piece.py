@@ -11,7 +11,7 @@ from cli_harness import forked
 from piece_cases import CASES, W, X, call, graph, in_a_process, method, size, tensor
 from torch.utils._appending_byte_serializer import BytesReader, BytesWriter
 
-from cgtool.compiler import _torch
+from cgtool.compiler.adaptors import _torch
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.fx_piece import rebuild
 from cgtool.compiler.sizes import choose_hints
