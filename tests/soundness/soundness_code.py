@@ -21,6 +21,8 @@ def of_global(before: str, after: str, expression: str, **fields) -> Feature:
 
 CODE = {
     "global_number": of_global("FACTOR = 2.0", "FACTOR = 3.0", "FACTOR"),
+    "global_text": of_global("MODE = 'slow'", "MODE = 'fast'", "3.0 if MODE == 'fast' else 2.0"),
+    "global_tuple": of_global("FACTORS = (1.0, 1.0)", "FACTORS = (1.0, 2.0)", "sum(FACTORS)"),
     "global_dict": reads(
         "TABLE.get('extra', 2.0)",
         head="TABLE = {'gain': 2.0}",
@@ -28,6 +30,7 @@ CODE = {
         live="home.TABLE['extra'] = 3.0",
         names="TABLE|extra",
     ),
+    "global_none": of_global("CACHE = None", "CACHE = 1", "2.0 if CACHE is None else 3.0"),
     "global_function": reads(
         "scale()",
         head="def scale():\n    return 2.0\n",
@@ -35,11 +38,49 @@ CODE = {
         live="home.scale = lambda: 3.0",
         names="scale",
     ),
+    "code_of_a_function": reads(
+        "scale()",
+        head="def scale():\n    return 2.0\n",
+        edit=("    return 2.0", "    return 3.0"),
+        live="home.scale.__code__ = (lambda: 3.0).__code__",
+        names="scale",
+    ),
+    "global_class": reads(
+        "Maker().gain",
+        head="class Maker:\n    def __init__(self):\n        self.gain = 2.0\n",
+        edit=("self.gain = 2.0", "self.gain = 3.0"),
+        live="home.Maker = type('Maker', (), {'gain': 3.0})",
+        names="Maker",
+    ),
     "class_of_what_is_made": reads(
         "Maker().gain",
         head="class Maker:\n    gain = 2.0\n",
         edit=("gain = 2.0", "gain = 3.0"),
         live="home.Maker.gain = 3.0",
+        names="Maker",
+    ),
+    "constructor_of_what_is_made": reads(
+        "Maker(2.0).gain",
+        head="class Maker:\n    def __init__(self, gain):\n        self.gain = gain\n",
+        edit=("self.gain = gain", "self.gain = gain + 1.0"),
+        live="home.Maker.__init__ = lambda self, gain: setattr(self, 'gain', 3.0)",
+        names="Maker",
+    ),
+    "new_of_what_is_made": reads(
+        "Maker().gain",
+        head=(
+            "class Maker:\n    def __new__(cls):\n        made = object.__new__(cls)\n"
+            "        made.gain = 2.0\n        return made\n"
+        ),
+        edit=("made.gain = 2.0", "made.gain = 3.0"),
+        live="home.Maker.__init__ = lambda self: setattr(self, 'gain', 3.0)",
+        names="Maker",
+    ),
+    "dataclass_that_is_made": reads(
+        "Maker().gain",
+        head="import dataclasses\n\n@dataclasses.dataclass\nclass Maker:\n    gain: float = 2.0\n",
+        edit=("gain: float = 2.0", "gain: float = 3.0"),
+        live="home.Maker.__init__.__defaults__ = (3.0,)",
         names="Maker",
     ),
     "call_of_a_metaclass": reads(
@@ -52,6 +93,32 @@ CODE = {
         live="home.Meta.__call__ = lambda cls: type('Made', (), {'gain': 3.0})",
         names="Maker|Meta",
         refused=True,
+    ),
+    "what_is_made_has_a_length": reads(
+        "float(len(Maker()))",
+        head="class Maker:\n    def __len__(self):\n        return 2\n",
+        edit=("return 2", "return 3"),
+        live="home.Maker.__len__ = lambda self: 3",
+        names="Maker",
+    ),
+    "exception_class": Feature(
+        head=(
+            "class Parent(Exception):\n    pass\n\nclass Other(Exception):\n    pass\n\n"
+            "class Missing(Parent):\n    pass\n"
+        ),
+        body=(
+            "def factor(self):\n    try:\n        raise Missing\n    except Parent:\n        return 2.0\n"
+            "    except Exception:\n        return 3.0"
+        ),
+        edit=("class Missing(Parent)", "class Missing(Other)"),
+        live="home.Missing.__bases__ = (home.Other,)",
+        names="Missing|Parent|Other",
+    ),
+    "default_argument": Feature(
+        body="def factor(self, gain=2.0):\n    return gain",
+        edit=("gain=2.0", "gain=3.0"),
+        live="Holder.factor.__defaults__ = (3.0,)",
+        names="factor|Holder",
     ),
     "keyword_default": Feature(
         body="def factor(self, *, gain=2.0):\n    return gain",
@@ -66,6 +133,15 @@ CODE = {
         live="Holder.factor.__closure__[0].cell_contents = 3.0",
         names="factor|gain|Holder",
     ),
+    "closure_on_an_instance": held(
+        "factor",
+        "make(2.0)",
+        "make(3.0)",
+        "it.factor()",
+        "it.factor.__closure__[0].cell_contents = 3.0",
+        head="def make(gain):\n    return lambda: gain\n",
+        names="factor|gain",
+    ),
     "closure_over_a_list": held(
         "factor",
         "make([1.0, 1.0])",
@@ -74,6 +150,13 @@ CODE = {
         "it.factor.__closure__[0].cell_contents.append(1.0)",
         head="def make(gains):\n    return lambda: sum(gains)\n",
         names="factor|gain",
+    ),
+    "attribute_of_a_function": Feature(
+        head="def scale():\n    return scale.gain\n\nscale.gain = 2.0\n",
+        body="def factor(self):\n    return scale()",
+        edit=("scale.gain = 2.0", "scale.gain = 3.0"),
+        live="home.scale.gain = 3.0",
+        names="scale|gain",
     ),
     "partial": held(
         "factor",
@@ -151,6 +234,13 @@ CODE = {
         names="annotations|Holder",
         places=("model", "submodule", "config", "helper", "argument"),
     ),
+    "builtin_shadowed_in_the_module": reads(
+        "float(len((1, 1)))",
+        tail="# no builtin is shadowed",
+        edit=("# no builtin is shadowed", "len = lambda value: 3"),
+        live="home.len = lambda value: 3",
+        names="len",
+    ),
     "builtin_replaced": reads(
         "float(abs(-2))",
         tail="# no builtin is replaced",
@@ -163,6 +253,12 @@ CODE = {
         head="import math",
         live="import math; math.floor = lambda value: 3",
         names="floor",
+    ),
+    "operator_replaced": reads(
+        "operator.add(1.0, 1.0)",
+        head="import operator",
+        live="import operator; operator.add = lambda one, two: 3.0",
+        names="add",
     ),
     "torch_function_replaced": Feature(
         probe="torch.sigmoid",
@@ -192,6 +288,12 @@ CODE = {
         live="sys.setrecursionlimit(12345)",
         names="recursion",
         refused=True,
+    ),
+    "context_of_a_call": Feature(
+        head="CONTEXT = None\n\ndef context():\n    return CONTEXT\n",
+        body="def factor(self):\n    return 2.0 if context() is None else context().gain",
+        live="import types; home.CONTEXT = types.SimpleNamespace(gain=3.0)",
+        names="CONTEXT",
     ),
     "context_variable": Feature(
         head="import contextvars\n\nGAIN = contextvars.ContextVar('GAIN', default=2.0)\n",

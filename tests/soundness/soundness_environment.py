@@ -17,6 +17,9 @@ def asks(condition: str, **fields) -> Feature:
 
 
 ENVIRONMENT = {
+    "getenv": asks("os.getenv('SOUND_MODE') == 'fast'", live="os.environ['SOUND_MODE'] = 'fast'"),
+    "getenv_default": asks("os.getenv('SOUND_MODE', 'slow') == 'fast'", live="os.environ['SOUND_MODE'] = 'fast'"),
+    "environ_get": asks("os.environ.get('SOUND_MODE') == 'fast'", live="os.environ['SOUND_MODE'] = 'fast'"),
     "in_environ": asks("'SOUND_MODE' in os.environ", live="os.environ['SOUND_MODE'] = 'fast'"),
     "environ_item": asks("os.environ['SOUND_SET'] == 'fast'", environment={"SOUND_SET": "fast"}, names="SOUND_SET"),
     "environ_item_unset": asks(
@@ -26,6 +29,7 @@ ENVIRONMENT = {
         "environ.get('SOUND_MODE') == 'fast'", head="from os import environ", live="home.environ['SOUND_MODE'] = 'fast'"
     ),
     "getenv_by_alias": asks("getenv('SOUND_MODE') == 'fast'", head="from os import getenv"),
+    "getenv_by_name_of_a_global": asks("os.getenv(NAME) == 'fast'", head="import os\n\nNAME = 'SOUND_MODE'"),
     "getenv_by_computed_name": asks(
         "os.getenv('SOUND_' + 'mode'.upper()) == 'fast'", names="SOUND_MODE|getenv|app", refused=True
     ),
@@ -45,6 +49,11 @@ ENVIRONMENT = {
         head="from app.deeper import mode",
         body="def factor(self):\n    return 3.0 if mode() == 'fast' else 2.0",
         files={"deeper.py": "import os\n\ndef mode():\n    return os.getenv('SOUND_MODE')\n"},
+    ),
+    "environ_at_import": of_mode(
+        body=READS.format("MODE"),
+        head="import os\n\nMODE = 3.0 if os.getenv('SOUND_MODE') else 2.0",
+        names="SOUND_MODE|MODE",
     ),
     "environ_in_init": of_mode(
         init="self.gain = 3.0 if os.getenv('SOUND_MODE') else 2.0", probe="it.gain", names="SOUND_MODE|gain"

@@ -64,6 +64,14 @@ _FEATURES = dict(written()) | {
         names="deeper|gain|__getattr__",
         refused=True,
     ),
+    "module_getattr_added": reads(
+        "getattr(deeper, 'gain', 2.0)",
+        head="from app import deeper",
+        files={"deeper.py": "A = 1\n"},
+        live="sys.modules['app.deeper'].__getattr__ = lambda name: 3.0",
+        names="deeper|gain|__getattr__",
+        refused=True,
+    ),
     "module_all": reads(
         "float(len(deeper.__all__))",
         head="from app import deeper",
@@ -93,6 +101,13 @@ _FEATURES = dict(written()) | {
         files={"deeper.py": "A = 2.0\n"},
         live="import types; home.deeper = types.SimpleNamespace(A=3.0)",
         names="deeper",
+    ),
+    "global_star_import": reads(
+        "GAIN",
+        head="from app.deeper import *",
+        files={"deeper.py": "GAIN = 2.0\n"},
+        live="home.GAIN = 3.0",
+        names="GAIN",
     ),
     "flag_in_forward": reads(
         "2.0 if (Mode.A | Mode.B) & Mode.A else 3.0",

@@ -24,6 +24,7 @@ def become_two(made: str, **fields) -> Feature:
 IDENTITY = {
     "two_names_of_one_list": become_two("[1]"),
     "two_lists_become_one": become_one("[1]"),
+    "two_objects_become_one": become_one("Inner()", head="class Inner:\n    pass\n"),
     "elements_of_a_list": held(
         "parts",
         "[Inner(), Inner()]",
@@ -31,6 +32,23 @@ IDENTITY = {
         "3.0 if it.parts[0] is it.parts[1] else 2.0",
         "it.parts[1] = it.parts[0]",
         head="class Inner:\n    pass\n",
+    ),
+    "elements_by_walrus": held(
+        "parts",
+        "[Inner(), Inner()]",
+        "[Inner()] * 2",
+        "3.0 if (first := it.parts[0]) is it.parts[1] and first is not None else 2.0",
+        "it.parts[1] = it.parts[0]",
+        head="class Inner:\n    pass\n",
+    ),
+    "number_of_different_objects": held(
+        "parts",
+        "[Inner(), Inner()]",
+        "[Inner()] * 2",
+        "float(len({part for part in it.parts}))",
+        "it.parts[1] = it.parts[0]",
+        head="class Inner:\n    pass\n",
+        refused=True,
     ),
     "number_of_different_ids": held(
         "parts",
@@ -41,6 +59,14 @@ IDENTITY = {
         head="class Inner:\n    pass\n",
         names="parts|id",
         refused=True,
+    ),
+    "object_in_a_list": Feature(
+        head="class Inner:\n    pass\n",
+        init="self.one = Inner()\nself.parts = [Inner()]",
+        probe="3.0 if it.one in it.parts else 2.0",
+        edit=("self.parts = [Inner()]", "self.parts = [self.one]"),
+        instance="it.parts[0] = it.one",
+        names="parts|one",
     ),
     "object_as_a_key": Feature(
         head="class Inner:\n    pass\n",
@@ -67,6 +93,24 @@ IDENTITY = {
         live="home.MISSING = home.Sentinel()",
         names="value|MISSING|Holder",
     ),
+    "plain_sentinel": held(
+        "value",
+        "MISSING",
+        "object()",
+        "from app import HOME\nreturn 2.0 if it.value is HOME.MISSING else 3.0",
+        head="MISSING = object()",
+        names="value|MISSING",
+    ),
+    "default_sentinel": held(
+        "value",
+        "MISSING",
+        "None",
+        "it.factor(it.value)",
+        "it.value = home.Sentinel()",
+        head=SENTINEL,
+        body="def factor(self, value=MISSING):\n    return 2.0 if value is MISSING else 3.0",
+        names="value|MISSING|Holder",
+    ),
     "methods_of_one_object": held(
         "call",
         "self.factor",
@@ -86,6 +130,8 @@ IDENTITY = {
         names="owner",
         places=PLAIN,
     ),
+    "submodules_become_one": become_one("nn.Identity()", places=MODULES),
+    "submodules_become_two": become_two("nn.Identity()", places=MODULES),
     "weights_become_tied": become_one("nn.Parameter(torch.ones(4))", names="one|two|tied", places=MODULES),
     "weights_become_untied": become_two("nn.Parameter(torch.ones(4))", names="one|two|tied", places=MODULES),
     "buffers_become_one": Feature(
@@ -111,6 +157,13 @@ IDENTITY = {
         "3.0 if it.parts[0] is it.parts[1] else 2.0",
         "it.parts[1] = it.parts[0]",
     ),
+    "tensor_in_a_list": Feature(
+        init="self.one = torch.ones(4)\nself.parts = [torch.ones(4)]",
+        probe="3.0 if any(part is it.one for part in it.parts) else 2.0",
+        edit=("[torch.ones(4)]", "[self.one]"),
+        instance="it.parts[0] = it.one",
+        names="parts|one",
+    ),
     "same_class": held(
         "kind",
         "One",
@@ -119,5 +172,14 @@ IDENTITY = {
         "it.kind = home.Two",
         head="class One:\n    pass\n\nclass Two:\n    pass\n",
         names="kind|One|Two",
+    ),
+    "same_function": held(
+        "call",
+        "one",
+        "two",
+        "from app import HOME\nreturn 2.0 if it.call is HOME.one else 3.0",
+        "it.call = home.two",
+        head="def one():\n    return 1\n\ndef two():\n    return 1\n",
+        names="call|one|two",
     ),
 }

@@ -29,6 +29,20 @@ def of_deeper(expression: str, **fields) -> Feature:
 
 IMPORTS = {
     "from_import": of_deeper("FACTOR", head="from app.deeper import FACTOR", live="home.FACTOR = 3.0"),
+    "from_import_of_a_function": of_deeper(
+        "scale()",
+        head="from app.deeper import scale",
+        edit=("deeper.py", "return 2.0", "return 3.0"),
+        live="home.scale = lambda: 3.0",
+        names="scale|deeper",
+    ),
+    "module_alias": of_deeper(
+        "lower.FACTOR",
+        head="from app import deeper as lower",
+        live="home.lower.FACTOR = 3.0",
+        names="FACTOR|deeper|lower",
+    ),
+    "star_import": of_deeper("FACTOR", head="from app.deeper import *", live="home.FACTOR = 3.0"),
     "import_in_a_function": Feature(
         body="def factor(self):\n    from app.deeper import FACTOR\n    return FACTOR",
         files=DEEPER,
@@ -42,6 +56,21 @@ IMPORTS = {
         edit=("deeper.py", "return 2.0", "return 3.0"),
         live="home.deeper.scale = lambda: 3.0",
         names="scale|deeper",
+    ),
+    "attribute_of_a_module_absent": of_deeper(
+        "getattr(deeper, 'EXTRA', 2.0)",
+        head="from app import deeper",
+        edit=("deeper.py", "FACTOR = 2.0", "EXTRA = 3.0"),
+        live="home.deeper.EXTRA = 3.0",
+        names="EXTRA|deeper",
+    ),
+    "module_getattr": reads(
+        "deeper.GAIN",
+        head="from app import deeper",
+        files={"deeper.py": "def __getattr__(name):\n    return 2.0\n"},
+        edit=("deeper.py", "return 2.0", "return 3.0"),
+        live="home.deeper.GAIN = 3.0",
+        names="GAIN|deeper",
     ),
     "value_made_by_a_function_at_import": of_deeper(
         "FACTOR",

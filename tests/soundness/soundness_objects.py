@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from soundness_projects import MODULES, PLAIN, Feature, held, of_class
 
+TYPED = "torch.full((4,), 1) * value"
+
 OBJECTS = {
     "init_default": Feature(
         init=None,
@@ -14,6 +16,14 @@ OBJECTS = {
         instance="it.gain = 3.0",
         names="gain|Holder",
     ),
+    "instance_shadows_class": Feature(
+        body="gain = 2.0",
+        init="# nothing of its own",
+        probe="it.gain",
+        edit=("# nothing of its own", "self.gain = 3.0"),
+        instance="it.gain = 3.0",
+        names="gain|Holder",
+    ),
     "instance_no_longer_shadows": Feature(
         body="gain = 3.0",
         init="self.gain = 2.0",
@@ -21,6 +31,20 @@ OBJECTS = {
         edit=("self.gain = 2.0", "pass"),
         instance="del it.gain",
         names="gain|Holder",
+    ),
+    "hasattr": of_class(
+        "other = 1.0", "extra = 1.0", '3.0 if hasattr(it, "extra") else 2.0', instance="it.extra = 1.0"
+    ),
+    "hasattr_present": Feature(
+        init="self.extra = 1.0",
+        probe='2.0 if hasattr(it, "extra") else 3.0',
+        edit=("self.extra = 1.0", "pass"),
+        instance="del it.extra",
+        names="extra|Holder",
+    ),
+    "getattr_default": of_class("other = 1.0", "extra = 3.0", 'getattr(it, "extra", 2.0)', instance="it.extra = 3.0"),
+    "getattr_default_by_a_variable": of_class(
+        "other = 1.0", "extra = 3.0", 'name = "ext" + "ra"\nreturn getattr(it, name, 2.0)', instance="it.extra = 3.0"
     ),
     "getattr_of_computed_names": of_class(
         "other = 1.0",
@@ -44,6 +68,23 @@ OBJECTS = {
         names="extra|attributes|__dict__|Holder",
         places=PLAIN,
     ),
+    "sum_of_attributes": held(
+        "gain",
+        "2.0",
+        "self.extra = 2.0",
+        "sum(it.__dict__.values())",
+        "it.extra = 1.0",
+        names="extra|attributes|__dict__|Holder",
+        places=PLAIN,
+    ),
+    "key_of_attributes": held(
+        "gain",
+        "2.0",
+        "self.extra = 2.0",
+        '3.0 if "extra" in it.__dict__ else 2.0',
+        "it.extra = 1.0",
+        names="extra|__dict__|Holder",
+    ),
     "key_of_a_dict": held(
         "table",
         '{"gain": 2.0}',
@@ -52,12 +93,36 @@ OBJECTS = {
         'it.table["extra"] = 1.0',
         names="table|extra",
     ),
+    "key_of_a_dict_by_get": held(
+        "table",
+        '{"gain": 2.0}',
+        '{"gain": 2.0, "extra": 3.0}',
+        'it.table.get("extra", 2.0)',
+        'it.table["extra"] = 3.0',
+        names="table|extra",
+    ),
+    "key_of_a_dict_by_try": held(
+        "table",
+        '{"gain": 2.0}',
+        '{"gain": 2.0, "extra": 3.0}',
+        'try:\n    return it.table["extra"]\nexcept KeyError:\n    return 2.0',
+        'it.table["extra"] = 3.0',
+        names="table|extra",
+    ),
     "key_of_a_class_table": Feature(
         body='table = {"gain": 2.0}',
         probe='it.table.get("extra", 2.0)',
         edit=('"gain": 2.0', '"gain": 2.0, "extra": 3.0'),
         live='Holder.table["extra"] = 3.0',
         names="table|extra|Holder",
+    ),
+    "value_of_a_dict": held(
+        "table",
+        '{"a": {"gain": 2.0}}',
+        '{"a": {"gain": 3.0}}',
+        'it.table["a"]["gain"]',
+        'it.table["a"]["gain"] = 3.0',
+        names="table|gain",
     ),
     "default_dict": held(
         "table",
@@ -76,16 +141,25 @@ OBJECTS = {
         "next(iter(it.table.values()))",
         'it.table["a"] = it.table.pop("a")',
     ),
+    "length_of_a_list": held("items", "[1.0, 1.0]", "[1.0, 1.0, 1.0]", "float(len(it.items))", "it.items.append(1.0)"),
+    "sum_of_a_list": held("items", "[1.0, 1.0]", "[1.0, 2.0]", "sum(it.items)", "it.items[1] = 2.0"),
+    "empty_list": held("items", "[]", "[1.0]", "3.0 if it.items else 2.0", "it.items.append(1.0)"),
+    "element_of_a_tuple": held("items", "(1.0, (2.0, 5.0))", "(1.0, (3.0, 5.0))", "it.items[1][0]"),
     "member_of_a_set": held("items", '{"a"}', '{"a", "b"}', '3.0 if "b" in it.items else 2.0', 'it.items.add("b")'),
     "member_of_a_frozenset": of_class(
         'items = frozenset({"a"})', 'items = frozenset({"a", "b"})', '3.0 if "b" in it.items else 2.0'
     ),
     "range": held("steps", "range(2)", "range(3)", "float(len(it.steps))"),
     "slice": held("part", "slice(0, 2)", "slice(1, 3)", "it.part", result="x[value]"),
+    "text": held("mode", '"slow"', '"fast"', '3.0 if it.mode == "fast" else 2.0'),
+    "text_by_prefix": held("mode", '"slow-1"', '"fast-1"', '3.0 if it.mode.startswith("fast") else 2.0'),
     "bytes": held("mode", 'b"slow"', 'b"fast"', '3.0 if it.mode == b"fast" else 2.0', refused=True),
     "none": held("mode", "None", "0", "2.0 if it.mode is None else 3.0"),
     "true_and_one": held("gain", "True", "1", "it.gain", result="torch.full((4,), value)"),
+    "one_and_one_point_nought": held("gain", "1", "1.0", "it.gain", result=TYPED),
+    "class_one_and_true": of_class("gain = 1", "gain = True", "it.gain", result="torch.full((4,), value)"),
     "negative_nought": held("gain", "0.0", "-0.0", "it.gain"),
+    "not_a_number": held("gain", "float('nan')", "float('inf')", "2.0 if it.gain != it.gain else 3.0", "it.gain = 3.0"),
     "complex_number": held("gain", "2j", "3j", "it.gain", refused=True),
     "numpy_scalar": held(
         "gain",
@@ -114,10 +188,51 @@ OBJECTS = {
         head="import fractions",
         refused=True,
     ),
+    "torch_dtype": held("kind", "torch.float32", "torch.float64", "it.kind", result="x.to(value)"),
     "torch_device": held(
         "place", "torch.device('cpu')", "torch.device('meta')", "it.place", result="torch.ones(2, device=value)"
     ),
     "torch_size": held("shape", "torch.Size([2, 2])", "torch.Size([4, 1])", "it.shape", result="x.reshape(value)"),
+    "nested_object": Feature(
+        head="class Inner:\n    def __init__(self):\n        self.gain = 2.0\n",
+        init="self.inner = Inner()",
+        probe="it.inner.gain",
+        edit=("self.gain = 2.0", "self.gain = 3.0"),
+        instance="it.inner.gain = 3.0",
+        names="inner|gain",
+    ),
+    "second_object_of_a_class": Feature(
+        head="class Inner:\n    gain = 2.0\n",
+        init="self.one = Inner()\nself.two = Inner()\n# nothing of its own",
+        probe="it.one.gain * 0.0 + it.two.gain",
+        edit=("# nothing of its own", "self.two.gain = 3.0"),
+        instance="it.two.gain = 3.0",
+        names="two|gain",
+    ),
+    "second_object_lacks": Feature(
+        head="class Inner:\n    pass\n",
+        init="self.one = Inner()\nself.two = Inner()\n# nothing of its own",
+        probe="sum(getattr(part, 'gain', 1.0) for part in (it.one, it.two))",
+        edit=("# nothing of its own", "self.two.gain = 3.0"),
+        instance="it.two.gain = 3.0",
+        names="two|gain",
+    ),
+    "objects_in_a_list": Feature(
+        head="class Inner:\n    gain = 1.0\n",
+        init="self.parts = [Inner(), Inner()]\n# nothing of its own",
+        probe="sum(part.gain for part in it.parts)",
+        edit=("# nothing of its own", "self.parts[1].gain = 3.0"),
+        instance="it.parts[1].gain = 3.0",
+        names="parts|gain",
+    ),
+    "method_on_the_second_object": Feature(
+        head="class Inner:\n    def factor(self):\n        return 1.0\n",
+        init="self.parts = [Inner(), Inner()]\n# nothing of its own",
+        probe="sum(part.factor() for part in it.parts)",
+        edit=("# nothing of its own", "self.parts[1].factor = lambda: 3.0"),
+        instance="it.parts[1].factor = lambda: 3.0",
+        names="parts|factor",
+    ),
     "class_of_an_element": held(
         "parts",
         "[Inner(), Inner()]",
@@ -155,6 +270,24 @@ OBJECTS = {
         head="import types",
         names="inner|extra",
     ),
+    "namespace_of_arguments": held(
+        "inner",
+        "argparse.Namespace(gain=2.0)",
+        "argparse.Namespace(gain=2.0, extra=3.0)",
+        '3.0 if "extra" in it.inner else 2.0',
+        "it.inner.extra = 3.0",
+        head="import argparse",
+        names="inner|extra",
+    ),
+    "number_of_arguments_in_a_namespace": held(
+        "inner",
+        "argparse.Namespace(gain=2.0)",
+        "argparse.Namespace(gain=2.0, extra=3.0)",
+        "float(len(vars(it.inner)))",
+        "it.inner.extra = 3.0",
+        head="import argparse",
+        names="inner|extra",
+    ),
     "deque": held(
         "items",
         "collections.deque([1.0, 1.0])",
@@ -164,6 +297,14 @@ OBJECTS = {
         head="import collections",
         refused=True,
     ),
+    "module_list": held(
+        "parts",
+        "nn.ModuleList([nn.Identity(), nn.Identity()])",
+        "nn.ModuleList([nn.Identity()])",
+        "float(len(it.parts))",
+        "it.parts.append(torch.nn.Identity())",
+        places=MODULES,
+    ),
     "module_of_a_dict": held(
         "parts",
         "nn.ModuleDict({'a': nn.Identity()})",
@@ -171,6 +312,14 @@ OBJECTS = {
         "3.0 if 'b' in it.parts else 2.0",
         "it.parts['b'] = torch.nn.Identity()",
         names="parts|'b'|\\bb\\b",
+        places=MODULES,
+    ),
+    "number_of_children": held(
+        "part",
+        "nn.Identity()",
+        "nn.Sequential(nn.Identity())",
+        "float(sum(1 for child in it.part.modules()))",
+        "it.part.extra = torch.nn.Identity()",
         places=MODULES,
     ),
     "number_of_parameters": held(
@@ -188,6 +337,15 @@ OBJECTS = {
         result="value(x)",
         edit=("# no hook", "self.part.register_forward_hook(lambda module, args, output: output * 3)"),
         instance="it.part.register_forward_hook(lambda module, args, output: output * 3)",
+        names="part|hook",
+        places=MODULES,
+    ),
+    "forward_pre_hook": Feature(
+        init="self.part = nn.Identity()\n# no hook",
+        probe="it.part",
+        result="value(x)",
+        edit=("# no hook", "self.part.register_forward_pre_hook(lambda module, args: (args[0] * 3,))"),
+        instance="it.part.register_forward_pre_hook(lambda module, args: (args[0] * 3,))",
         names="part|hook",
         places=MODULES,
     ),

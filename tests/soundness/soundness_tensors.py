@@ -98,6 +98,9 @@ TENSORS = {
         names="weight|Special",
     ),
     "attribute_of_a_tensor": held("weight", PARAMETER, "", "getattr(it.weight, 'scale', 2.0)", "it.weight.scale = 3.0"),
+    "attribute_of_a_tensor_asked": held(
+        "weight", PARAMETER, "", "3.0 if hasattr(it.weight, 'scale') else 2.0", "it.weight.scale = 3.0"
+    ),
     "attribute_of_a_tensor_changed": Feature(
         init=f"self.weight = {PARAMETER}\nself.weight.scale = 2.0",
         probe="it.weight.scale",
@@ -112,10 +115,35 @@ TENSORS = {
     "strides_as_a_tuple": held(
         "weight", "torch.ones(1, 4)", "", "float(sum(it.weight.stride()))", "it.weight = torch.ones(2, 4)[::2]"
     ),
+    "is_contiguous": held(
+        "weight",
+        "torch.ones(2, 3)",
+        "",
+        "2.0 if it.weight.is_contiguous() else 3.0",
+        "it.weight = torch.ones(3, 2).t()",
+    ),
     "storage_offset": held(
         "weight", "torch.ones(8)[:4]", "torch.ones(8)[4:]", "2.0 + it.weight.storage_offset()", refused=True
     ),
+    "dtype": held(
+        "weight", ONES, f"{ONES}.double()", "it.weight.dtype", "it.weight = it.weight.double()", result="x.to(value)"
+    ),
+    "is_floating_point": held(
+        "weight",
+        "torch.ones(4, dtype=torch.long)",
+        "",
+        "3.0 if it.weight.is_floating_point() else 2.0",
+        "it.weight = torch.ones(4)",
+    ),
     "shape": held("weight", ONES, "torch.ones(5)", "float(it.weight.shape[0])"),
+    "number_of_dimensions": held("weight", ONES, "torch.ones(4, 1)", "float(it.weight.ndim)"),
+    "device": held(
+        "weight",
+        ONES,
+        "torch.ones(4, device='meta')",
+        "2.0 if it.weight.device.type == 'cpu' else 3.0",
+        "it.weight = it.weight.to('meta')",
+    ),
     "is_inference": held(
         "weight",
         ONES,
@@ -154,6 +182,7 @@ TENSORS = {
         result="value(x)",
         places=MODULES,
     ),
+    "function_of_torch": held("act", "torch.relu", "torch.sigmoid", "it.act", result="value(x)"),
     "class_of_torchs_module": held(
         "part",
         "nn.ReLU()",
@@ -189,6 +218,8 @@ TENSORS = {
         "x|Marked",
         head="class Marked(torch.Tensor):\n    pass\n",
     ),
+    "argument_dtype": argument("2.0", "args = (args[0].double(),)", "x|dtype|float64"),
+    "argument_shape": argument("float(x.shape[0])", "args = (torch.ones(5),)", "x|shape|size"),
     "argument_with_an_attribute": argument("getattr(x, 'scale', 2.0)", "args[0].scale = 3.0", "x|scale"),
 }
 
@@ -212,6 +243,8 @@ ARGUMENTS = {
     "key_of_an_argument": second(
         "other.get('extra', 2.0)", "{'gain': 1.0}", "{'gain': 1.0, 'extra': 3.0}", names="other|extra"
     ),
+    "number_as_an_argument": second("other", "2.0", "3.0"),
+    "true_as_an_argument": second("other", "1", "True", result="torch.full((4,), other)"),
     "default_of_forward": Feature(
         probe="2.0",
         result="x * other",
@@ -236,4 +269,5 @@ ARGUMENTS = {
         parameters="other",
         arguments="net.One()",
     ),
+    "none_as_an_argument": second("2.0 if other is None else 3.0", "None", "1"),
 }
