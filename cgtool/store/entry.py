@@ -357,7 +357,8 @@ def _read_file(folder: Path, name: str, manifest: Manifest) -> bytes | None:
     record = manifest.files.get(name)
     if record is None:
         return None
-    for path in (folder / name, _next(folder, name, record.sha256)):
+    # the first place again: a writer may have renamed the other one over it meanwhile
+    for path in (folder / name, _next(folder, name, record.sha256), folder / name):
         data = read_bytes(path)
         if data is not None and sha256_hex(data) == record.sha256:
             return data

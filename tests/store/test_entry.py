@@ -184,6 +184,24 @@ def test_a_reader_never_sees_a_mixture_while_writers_replace_the_entry(cache_roo
     assert read_whole(cache_root, name) in {"four", "six"}
 
 
+def test_a_file_that_is_put_into_place_as_it_is_looked_for_is_found_at_once(cache_root, monkeypatch):
+    name, read_bytes, read_manifest = publish(cache_root, "two"), entry_module.read_bytes, entry_module.read_manifest
+    plan = CacheLayout(root=cache_root).rank_dir(name) / "plan.json"
+    data = plan.read_bytes()
+    plan.write_bytes(b"as it was before")
+
+    def read(path):
+        if path.name.endswith(".next"):
+            plan.write_bytes(data)
+        return read_bytes(path)
+
+    manifests = []  # another look at it may find one that is replaced as the first was
+    monkeypatch.setattr(entry_module, "read_bytes", read)
+    monkeypatch.setattr(entry_module, "read_manifest", lambda *of: manifests.append(of) or read_manifest(*of))
+    assert read_entry(CacheLayout(root=cache_root), name).files["plan.json"] == data
+    assert len(manifests) == 1
+
+
 def test_without_locks_the_entry_of_the_last_writer_is_whole(cache_root):
     with no_flock():
         for text in ("one", "two", "three"):
