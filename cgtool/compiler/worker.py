@@ -23,7 +23,7 @@ from cgtool.compiler.request import (
     why_machines_differ,
     why_ops_differ,
 )
-from cgtool.errors import CgtoolError, CompileError, ModelError, ProofMismatchError
+from cgtool.errors import CgtoolError, CompileError, ModelError, ProofMismatchError, chain_of
 from cgtool.executors.worker import Handed, UnitSetup
 from cgtool.guards._torch import register_fake_group
 from cgtool.plan.grammar import decode
@@ -132,10 +132,7 @@ def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
 
 def machine_fault(error: BaseException) -> str | None:
     """Return what of the machine stopped a compile, as the error or a cause of it says; None where nothing did."""
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
+    for found in chain_of(error):
         if isinstance(found, OSError) and found.errno in _NO_SPACE:
             return _ADVICE["disk"]
         if isinstance(found, OSError) and found.errno == errno.EFBIG:
@@ -146,7 +143,6 @@ def machine_fault(error: BaseException) -> str | None:
             kind = next((kind for said, kind in _SAID.items() if said in line), None)
             if kind is not None:
                 return f"{_ADVICE[kind]} ({line.strip()[:_LINE_CHARS]})"
-        found = found.__cause__ or found.__context__
     return None
 
 

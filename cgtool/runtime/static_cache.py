@@ -52,6 +52,9 @@ _TAKEN: Final = frozenset(
 )
 
 
+#: How many dimensions a mask has that says which tokens count, and one that attention takes.
+_OF_TOKENS: Final = 2
+_OF_SCORES: Final = 4
 #: What a configuration may ask for that a step does not give.
 _WANTED: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -230,7 +233,7 @@ def _tensors(cache: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _masks(model: nn.Module, cache: Any) -> dict[str, torch.dtype]:
     """Return the masks that the model is given, by the names of a step's arguments, with their dtypes."""
     named = _named_masks(_masks_for(model, cache, (1, 1), next(model.parameters()).device))
-    missing = [name for name, mask in named.items() if not isinstance(mask, torch.Tensor) or mask.dim() != 4]  # noqa: PLR2004
+    missing = [name for name, mask in named.items() if not isinstance(mask, torch.Tensor) or mask.dim() != _OF_SCORES]
     if missing:
         msg = (
             f"The attention of {type(model).__name__} takes no mask over the cache "
@@ -369,7 +372,7 @@ class StaticCacheForward:
             what = f"{wanted[0]} of the model's configuration" if wanted else "return_dict=False"
             return f"{what} asks for another output than logits and a cache, which are what a compiled step gives."
         masks = given.get("attention_mask")
-        if isinstance(masks, torch.Tensor) and masks.dim() > 2 and "mask" not in self._masks:  # noqa: PLR2004
+        if isinstance(masks, torch.Tensor) and masks.dim() > _OF_TOKENS and "mask" not in self._masks:
             kinds = " and ".join(name[5:] for name in self._masks)
             return f"The layers differ in their masks: pass a dict of {kinds}, or a mask of tokens."
         seq = given["input_ids"].shape[1]
@@ -392,7 +395,7 @@ class StaticCacheForward:
                 positions = (torch.arange(seq, device=ids.device) + past)[None]
             yield "position_ids", positions.expand(batch, seq).contiguous()
         masks = given.get("attention_mask")
-        if masks is None or (isinstance(masks, torch.Tensor) and masks.dim() == 2):  # noqa: PLR2004
+        if masks is None or (isinstance(masks, torch.Tensor) and masks.dim() == _OF_TOKENS):
             masks = _masks_for(
                 self._model,
                 cache,

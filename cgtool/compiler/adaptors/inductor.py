@@ -37,7 +37,7 @@ from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface,
 from cgtool.compiler.fitness import op_named_by
 from cgtool.compiler.fx_piece import RebuiltPiece, rebuild
 from cgtool.compiler.options import inductor_hash, inductor_patches
-from cgtool.errors import ArtifactError, CgtoolError, CompileError
+from cgtool.errors import ArtifactError, CgtoolError, CompileError, first_line
 from cgtool.graph.values import constants_of
 from cgtool.plan.grammar import canonical_json
 from cgtool.plan.pieces import Json, PieceGraph
@@ -225,7 +225,7 @@ def _compile_error(error: BaseException) -> CompileError:
 
 def _load_error(error: BaseException) -> ArtifactError:
     """Return the sentence for a failure inside a loader."""
-    reason = (str(error).strip().splitlines() or [""])[0]
+    reason = first_line(error)
     if type(error).__name__ == "InvalidCxxCompiler":  # torch gave it several homes
         return ArtifactError(
             "Torch builds the C++ of this artifact as it is opened, and no C++ compiler works here. Install one, or "
