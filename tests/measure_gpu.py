@@ -3,7 +3,7 @@
     python tests/measure_gpu.py [PYTEST-ARGUMENT...]
 
 On one GPU those that need two are skipped, and counted so. The exit code is pytest's. Where a machine is lent for a
-short time, arguments choose among the tests: `-k`, files, `--deselect`.
+short time, arguments choose among the tests: files, `-k`, `--deselect`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Table:
 
 def main() -> int:
     table = Table()
-    code = pytest.main(["-m", "gpu", "-n0", "-q", str(TESTS), *sys.argv[1:]], plugins=[table])
+    chosen = [] if any(Path(argument).exists() for argument in sys.argv[1:]) else [str(TESTS)]
+    code = pytest.main(["-m", "gpu", "-n0", "-q", *chosen, *sys.argv[1:]], plugins=[table])
     git = ["git", "-C", str(TESTS), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()  # a copy may have none
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
