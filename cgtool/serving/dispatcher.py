@@ -91,20 +91,22 @@ class CudagraphDispatcher:
     def keys(self) -> Iterator[Decision]:
         """Yield the mode and the descriptor of every graph, in the order of capture: PIECEWISE, FULL, largest first."""
         if self.mode.has_piecewise_cudagraphs():
-            yield from ((_PIECEWISE, key) for key in self._descriptors(self.sizes, uniform=False, num_reqs=False))
+            yield from self._graphs(_PIECEWISE, self.sizes)
         if self.mode.mixed_mode() is _FULL:
-            yield from ((_FULL, key) for key in self._descriptors(self.sizes, uniform=False, num_reqs=True))
+            yield from self._graphs(_FULL, self.sizes)
         elif self.mode.decode_mode() is _FULL:
-            yield from ((_FULL, key) for key in self._descriptors(self.decode_sizes, uniform=True, num_reqs=True))
+            yield from self._graphs(_FULL, self.decode_sizes, uniform=True)
 
-    def _descriptors(self, sizes: Iterable[int], *, uniform: bool, num_reqs: bool) -> Iterator[BatchDescriptor]:
-        for size in sorted(sizes, reverse=True):
+    def _graphs(self, mode: CUDAGraphMode, sizes: tuple[int, ...], *, uniform: bool = False) -> Iterator[Decision]:
+        for size in reversed(sizes):
             for num_loras in self._loras:
-                yield self._descriptor(size, num_loras, uniform=uniform, num_reqs=num_reqs)
+                yield self._graph(mode, size, num_loras, uniform=uniform)
 
-    def _descriptor(self, num_tokens: int, num_loras: int, *, uniform: bool, num_reqs: bool) -> BatchDescriptor:
-        reqs = min(num_tokens // (self._query_len if uniform else 1), self._max_num_seqs)
-        return BatchDescriptor(num_tokens, reqs if num_reqs else None, uniform, num_loras > 0, num_loras)
+    def _graph(self, mode: CUDAGraphMode, num_tokens: int, num_loras: int, *, uniform: bool = False) -> Decision:
+        """Return the decision for one graph; those of pieces do not depend on how many sequences there are."""
+        num_reqs = min(num_tokens // (self._query_len if uniform else 1), self._max_num_seqs)
+        reqs = num_reqs if mode is _FULL else None
+        return mode, BatchDescriptor(num_tokens, reqs, uniform, num_loras > 0, num_loras)
 
     def _table(self, num_loras: int, *, uniform: bool, full: bool) -> list[Decision]:
         largest = max((*self.sizes, *self.decode_sizes), default=0)
@@ -115,11 +117,11 @@ class CudagraphDispatcher:
         if full and (self.mode.decode_mode() if uniform else self.mode.mixed_mode()) is _FULL:
             size = self._padded(num_tokens, self.decode_sizes if apart else self.sizes)
             if size is not None:
-                return _FULL, self._descriptor(size, num_loras, uniform=apart, num_reqs=True)
+                return self._graph(_FULL, size, num_loras, uniform=apart)
         if self.mode.has_piecewise_cudagraphs():
             size = self._padded(num_tokens, self.sizes)
             if size is not None:
-                return _PIECEWISE, self._descriptor(size, num_loras, uniform=False, num_reqs=False)
+                return self._graph(_PIECEWISE, size, num_loras)
         return _NONE, BatchDescriptor(num_tokens)
 
     def _padded(self, num_tokens: int, sizes: tuple[int, ...]) -> int | None:

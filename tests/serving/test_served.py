@@ -85,10 +85,14 @@ def warmed(tmp_path_factory):
 
 
 @pytest.fixture
-def loaded(warmed, monkeypatch):
-    module, root, _ = warmed
-    # The double records by a dispatch mode, which guards would see; CUDA has none.
+def double_is_unseen(monkeypatch):
+    """Let guards overlook the dispatch mode by which the double records; CUDA graphs need none."""
     monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
+
+
+@pytest.fixture
+def loaded(warmed, double_is_unseen):
+    module, root, _ = warmed
     return module, cgtool.load(module, config=CONFIG, cache_dir=root)
 
 
@@ -142,6 +146,7 @@ def test_full_graphs_of_every_batch_are_lowered_to_what_attention_can_do(loaded)
     assert "not for mixed ones" in runner.mode_reasons[0]
 
 
+@pytest.mark.usefixtures("double_is_unseen")
 @pytest.mark.parametrize(
     ("level", "has"),
     [
@@ -151,8 +156,7 @@ def test_full_graphs_of_every_batch_are_lowered_to_what_attention_can_do(loaded)
         (3, (6, "FULL_AND_PIECEWISE", len(SIZES) * (LAYERS + 2))),
     ],
 )
-def test_each_level_compiles_and_captures_what_it_has(level, has, tmp_path, monkeypatch):
-    monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
+def test_each_level_compiles_and_captures_what_it_has(level, has, tmp_path):
     config, module = CONFIG.replace(level=level), paged_llama()
     before = counters()
     model = cgtool.compile(
@@ -239,12 +243,12 @@ def swap(module, place):
     return place
 
 
+@pytest.mark.usefixtures("double_is_unseen")
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("place", ["parameter", "buffer", "plain", "listed", "by_name", "global"])
 def test_a_full_graph_reads_no_tensor_that_was_replaced_wherever_the_model_holds_it(
     tmp_path, monkeypatch, level, place
 ):
-    monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
     monkeypatch.setitem(globals(), "SHIFT", torch.full((4,), 11.0))
     module, x = ReadsTensors().eval().requires_grad_(requires_grad=False), torch.ones(2, 4)
     config = CompilationConfig(adaptor="eager", level=level)
