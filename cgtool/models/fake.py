@@ -19,17 +19,18 @@ def make_fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
 
     Meta tensors come to lie on `device`; real ones keep theirs.
     """
-    memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is held, or its id could come again
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is held, or its id could come again
     for child in module.modules():
-        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            if not is_fake(parameter):
-                setattr(child, name, _fake_parameter(parameter, mode, device, memo))
-        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
-            if not is_fake(buffer):
-                setattr(child, name, _fake(buffer, mode, device, memo))
-        for name, value in list(vars(child).items()):
-            if isinstance(value, torch.Tensor) and not is_fake(value):
-                setattr(child, name, _fake(value, mode, device, memo))
+        held = (
+            *child.named_parameters(recurse=False, remove_duplicate=False),
+            *child.named_buffers(recurse=False, remove_duplicate=False),
+            *((name, value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)),
+        )
+        for name, tensor in held:
+            if not is_fake(tensor):
+                if id(tensor) not in made:
+                    made[id(tensor)] = tensor, _fake(tensor, mode, device)
+                setattr(child, name, made[id(tensor)][1])
         refer_to_weights(child)
 
 
@@ -46,27 +47,9 @@ def fake_arguments(value: Any, mode: FakeTensorMode, device: torch.device) -> An
     return value
 
 
-def _fake(
-    tensor: torch.Tensor,
-    mode: FakeTensorMode,
-    device: torch.device,
-    memo: dict[int, tuple[torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
-    """Return the one fake tensor that stands for `tensor`."""
-    if id(tensor) not in memo:
-        memo[id(tensor)] = (tensor, fake_like(mode, tensor, device))
-    return memo[id(tensor)][1]
-
-
-def _fake_parameter(
-    parameter: nn.Parameter,
-    mode: FakeTensorMode,
-    device: torch.device,
-    memo: dict[int, tuple[torch.Tensor, torch.Tensor]],
-) -> torch.Tensor:
-    """Return the one fake parameter that stands for `parameter`, with its `requires_grad`."""
-    if id(parameter) not in memo:
-        with mode:
-            fake = nn.Parameter(fake_like(mode, parameter.detach(), device), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = (parameter, fake)
-    return memo[id(parameter)][1]
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor that stands for `tensor`; for a parameter, a parameter with its `requires_grad`."""
+    if not isinstance(tensor, nn.Parameter):
+        return fake_like(mode, tensor, device)
+    with mode:
+        return nn.Parameter(fake_like(mode, tensor.detach(), device), requires_grad=tensor.requires_grad)

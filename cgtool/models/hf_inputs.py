@@ -42,6 +42,10 @@ _USUAL: Final[Mapping[str, str]] = {
     "audio_mel": "batch_size, frames, num_mel_bins",
     "audio_mel_mask": "batch_size, frames",
 }
+#: Arguments whose documented shape is loose or wrong in some models.
+_KNOWN: Final = frozenset(
+    {"input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "pixel_values_videos"}
+)
 #: The fields of a config that a shape's word stands for, first of all itself, and its size where none is there.
 _WORDS: Final[Mapping[str, tuple[tuple[str, ...], int]]] = {
     "num_channels": (("in_channels", "in_chans", "num_input_channels"), 3),
@@ -259,12 +263,6 @@ class _Inputs:
             if isinstance(size, int):
                 return size
         return _ANY_VOCAB
-
-
-#: Arguments whose documented shape is loose or wrong in some models.
-_KNOWN: Final = frozenset(
-    {"input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "pixel_values_videos"}
-)
 
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:

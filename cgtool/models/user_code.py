@@ -20,6 +20,9 @@ from typing import Any
 
 from cgtool.errors import ModelError, UsageError
 
+#: Parameters that no `--arg name=value` can mean.
+_NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def import_file(path: Path) -> ModuleType:
     """Import a file under the name by which its author would: the dotted one in a package, else its stem.
@@ -116,9 +119,6 @@ def check_arguments(factory: Callable[..., Any], name: str, arguments: dict[str,
         taken = f"It takes {', '.join(known)}" if known else "It takes none"
         msg = f"{name} cannot be called with these arguments: {error}.{near} {taken}: pass them by --arg name=value."
         raise UsageError(msg, path=name, expected=known, actual=sorted(arguments)) from error
-
-
-_NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def add_to_path(folders: Sequence[Path]) -> None:
