@@ -25,7 +25,7 @@ from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder, Found, open_entry, rank_here
-from cgtool.store.layout import CacheLayout, resolve_root
+from cgtool.store.layout import DEFAULT_PREFIX, CacheLayout
 from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from cgtool.runtime.otherwise import AnyCall, Otherwise
 
 _log = logging.getLogger(__name__)
-
-DEFAULT_PREFIX = "backbone"
 
 
 def load(
@@ -97,8 +95,9 @@ def load(
     if otherwise not in {"raise", "eager"}:
         msg = f"cgtool.load compiles nothing, so otherwise={otherwise!r} is not for it: call cgtool.compile."
         raise UsageError(msg, path="otherwise", expected=["raise", "eager"], actual=otherwise)
-    wanted_dir = cache_dir if cache_dir is not None else (config.cache_dir or None) if config is not None else None
-    layout, trust = CacheLayout(root=resolve_root(wanted_dir)), TrustPolicy.of(config, trusted_keys)
+    if cache_dir is None and config is not None:
+        cache_dir = config.cache_dir or None
+    layout, trust = CacheLayout.at(cache_dir), TrustPolicy.of(config, trusted_keys)
     if cache is not None:
         static = _static_cache(cache)
         step = static.StaticCacheStep(static.checked(module))

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from cgtool.api import compile as compile_model
-from cgtool.config import CompilationConfig, CompilationLevel
+from cgtool.config import CompilationConfig
+from cgtool.config_values import CompilationLevel
 from cgtool.errors import UsageError
 from cgtool.host import environment
 from cgtool.model import DynamicDims
@@ -26,6 +27,7 @@ from cgtool.runtime import _torch as private
 from cgtool.runtime.call import AsModule
 from cgtool.runtime.dispatch import ForkedLock
 from cgtool.runtime.otherwise import Otherwise
+from cgtool.store.layout import DEFAULT_PREFIX
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
 
@@ -43,7 +45,7 @@ def support_torch_compile(
     dynamic_arg_dims: DynamicArgDims | None = None,
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
-    prefix: str = "backbone",
+    prefix: str = DEFAULT_PREFIX,
     otherwise: Otherwise = "raise",
 ) -> Callable[[_Class], _Class]: ...
 
@@ -55,7 +57,7 @@ def support_torch_compile(
     dynamic_arg_dims: DynamicArgDims | None = None,
     config: CompilationConfig | None = None,
     cache_dir: Path | str | None = None,
-    prefix: str = "backbone",
+    prefix: str = DEFAULT_PREFIX,
     otherwise: Otherwise = "raise",
 ) -> Any:
     """Make the instances of a class of models run compiled: from the cache, or compiled at their first call.
@@ -82,16 +84,15 @@ def support_torch_compile(
 
     Source: the decorator of that name in ATOM and vLLM.
     """
-    if cls is None:
-        return functools.partial(
-            _decorated,
-            dynamic=dynamic_arg_dims,
-            config=config,
-            cache_dir=cache_dir,
-            prefix=prefix,
-            otherwise=otherwise,
-        )
-    return _decorated(cls, dynamic=None, config=None, cache_dir=None, prefix=prefix, otherwise=otherwise)
+    decorate = functools.partial(
+        _decorated,
+        dynamic=dynamic_arg_dims,
+        config=config,
+        cache_dir=cache_dir,
+        prefix=prefix,
+        otherwise=otherwise,
+    )
+    return decorate if cls is None else decorate(cls)
 
 
 def _decorated(
@@ -133,7 +134,7 @@ def _decorated(
             return private.eager_call(self)(*args, **kwargs)
         held = self.__dict__.get(_HELD)
         if held is None or held.of is not self.__dict__:
-            with _renewing:  # which one thread of several does
+            with _renewing:  # of several threads, one makes it
                 held = self.__dict__.get(_HELD)
                 if held is None or held.of is not self.__dict__:
                     held = self.__dict__[_HELD] = _Held(self.__dict__)
@@ -151,8 +152,7 @@ def _decorated(
 
 #: The attribute of an instance that holds what it runs.
 _HELD = "_cgtool_compiled"
-
-
+#: Held while an instance gets its `_Held`.
 _renewing = ForkedLock()
 
 

@@ -50,6 +50,8 @@ RANK_FILES = (PLAN_FILE, GRAPH_FILE, CODE_FILE)
 GENERATED = "generated"
 UNIT_FILE = "unit.json"
 
+#: Which compiled part of a model is meant where nobody names one.
+DEFAULT_PREFIX = "backbone"
 #: How many digits of a hash people are shown.
 SHORT_DIGITS = 10
 

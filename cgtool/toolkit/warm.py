@@ -23,7 +23,7 @@ from cgtool.host import environment
 from cgtool.machine import tracing_jobs
 from cgtool.plan.grammar import Record
 from cgtool.processes import Children
-from cgtool.store.layout import CacheLayout, RankName, resolve_root, short
+from cgtool.store.layout import DEFAULT_PREFIX, CacheLayout, RankName, resolve_root, short
 from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.listing import list_entry
 from cgtool.toolkit.model_choice import ModelChoice, load_call, require_cache, start_line
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from cgtool.compiler.ranks import Ranks
 
 SCHEMA = 2
-DEFAULT_PREFIX = "backbone"
 #: Dynamic batches and lengths make four variants.
 _EARLY_TRACERS = 4
 
