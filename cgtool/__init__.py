@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from cgtool.adaptor_registry import register_adaptor
     from cgtool.api import compile, load  # noqa: A004  the name that a user of torch.compile looks for
     from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
-    from cgtool.config import CompilationConfig, CompilationLevel, CUDAGraphMode
+    from cgtool.config import CompilationConfig
+    from cgtool.config_values import CompilationLevel, CUDAGraphMode
     from cgtool.decorator import support_torch_compile
     from cgtool.errors import CacheMissError, CgtoolError, GraphError, GuardError
     from cgtool.host import counters
@@ -80,12 +81,12 @@ __all__ = [
 _HOMES = {
     "AttentionCGSupport": "cgtool.serving.modes",
     "BatchDescriptor": "cgtool.serving.forward_context",
-    "CUDAGraphMode": "cgtool.config",
+    "CUDAGraphMode": "cgtool.config_values",
     "CUDAGraphWrapper": "cgtool.serving.wrapper",
     "CacheMissError": "cgtool.errors",
     "CgtoolError": "cgtool.errors",
     "CompilationConfig": "cgtool.config",
-    "CompilationLevel": "cgtool.config",
+    "CompilationLevel": "cgtool.config_values",
     "CompiledPiece": "cgtool.compiler.adaptors.interface",
     "CompilerInterface": "cgtool.compiler.adaptors.interface",
     "Context": "cgtool.serving.forward_context",

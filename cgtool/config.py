@@ -26,7 +26,7 @@ from cgtool import config_values as checks
 from cgtool.adaptor_registry import ADAPTORS
 from cgtool.config_values import CAPTURE_SIZES, CompilationLevel, CUDAGraphMode, WrongValueError, default_capture_sizes
 from cgtool.errors import ConfigError
-from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json
+from cgtool.plan.pieces import EAGER, Json
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -250,26 +250,8 @@ def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
         )
 
 
-__all__ = [
-    "ADAPTORS",
-    "AOT_INDUCTOR",
-    "CAPTURE_SIZES",
-    "EAGER",
-    "FIELD_KINDS",
-    "CUDAGraphMode",
-    "CompilationConfig",
-    "CompilationLevel",
-    "CompileSize",
-    "FieldKind",
-    "resolve_capture_sizes",
-    "resolve_compile_sizes",
-]
-
 #: One concrete size: of the one dynamic dimension (or of `size_dim`), or of several dimensions by name.
 CompileSize = int | dict[str, int]
-
-#: key: changes code, is hashed; coverage: which shapes are compiled, in the manifest; runtime: neither.
-FIELD_KINDS: dict[str, FieldKind] = {name: spec.kind for name, spec in FIELDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,7 +402,7 @@ class CompilationConfig:
 
     def key_fields(self) -> dict[str, Json]:
         """Return the fields that change code, as JSON in one spelling for everything that means the same."""
-        fields = {name: value for name, value in self.to_json().items() if FIELD_KINDS[name] == "key"}
+        fields = {name: value for name, value in self.to_json().items() if FIELDS[name].kind == "key"}
         fields["use_inductor"] = self.adaptor != EAGER
         if self.splitting_ops is not None:
             fields["splitting_ops"] = sorted(self.splitting_ops)

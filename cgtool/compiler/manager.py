@@ -35,13 +35,13 @@ from cgtool.compiler.request import (
     imports_for,
 )
 from cgtool.compiler.wanted import Work
-from cgtool.config import AOT_INDUCTOR, EAGER, CompilationConfig
+from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, ProofMismatchError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import count
 from cgtool.machine import default_jobs
 from cgtool.plan.grammar import digest_of
-from cgtool.plan.pieces import Json
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json
 from cgtool.plan.shapes import shape_text
 from cgtool.remote.remotes import Remotes
 from cgtool.store.artifacts import parted

@@ -27,10 +27,10 @@ from cgtool.compiler.manager import Built, CompilerManager, next_adaptor
 from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.request import StaysHereError
 from cgtool.compiler.wanted import Work
-from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CompileError, UnitsFailedError, WorkerError
 from cgtool.events import Event, OnEvent
 from cgtool.plan.grammar import digest_of
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
 from cgtool.plan.shapes import shape_text
 from cgtool.store.entry import ObjectStore
 from cgtool.store.records import Fallback, Row

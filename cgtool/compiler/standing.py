@@ -12,13 +12,12 @@ import torch
 from cgtool.compiler.request import NEEDS_RANKS
 from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
-from cgtool.config import EAGER
 from cgtool.errors import CacheCorruptError, CacheMissError
 from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name
 from cgtool.model import ModelSpec
-from cgtool.plan.pieces import Json
+from cgtool.plan.pieces import EAGER, Json
 from cgtool.plan.records import Variant
 from cgtool.plan.shapes import shape_text
 from cgtool.runtime.find import Found

@@ -14,13 +14,13 @@ from cgtool.compiler.narrowed import narrowed_ranges
 from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.compiler.traced import Live, Traced, VariantTracer
 from cgtool.compiler.tracers import Tracers
-from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.guards.first_call import INSTALLS, install_hooks
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import leads_to, qualified_name
 from cgtool.model import ExampleCall, ModelSpec
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
 from cgtool.plan.records import Guard, Plan, Variant
 from cgtool.plan.shapes import of_sizes
 from cgtool.store.records import Fallback

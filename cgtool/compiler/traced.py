@@ -17,7 +17,6 @@ import torch
 from cgtool.compiler import _torch
 from cgtool.compiler.fitness import Fitness, fitness_of
 from cgtool.compiler.narrowed import Served, narrowing_relations, served_by
-from cgtool.config import AOT_INDUCTOR
 from cgtool.errors import CgtoolError, SplitError, TraceError, first_line
 from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
@@ -27,7 +26,7 @@ from cgtool.guards.state import current, names_for_pieces
 from cgtool.host import silenced
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.grammar import Record
-from cgtool.plan.pieces import PieceGraph, SymbolRange
+from cgtool.plan.pieces import AOT_INDUCTOR, PieceGraph, SymbolRange
 from cgtool.plan.records import Guard, Input, Kept, Variant
 from cgtool.split.bodies import with_bodies
 from cgtool.split.splitter import Call, SplitResult, split_graph

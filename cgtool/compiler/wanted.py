@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from cgtool.config import EAGER, CompilationConfig, CompilationLevel, resolve_compile_sizes
+from cgtool.config import CompilationConfig, resolve_compile_sizes
+from cgtool.config_values import CompilationLevel
 from cgtool.errors import UsageError
 from cgtool.model import ModelSpec
-from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.pieces import EAGER, PieceGraph
 from cgtool.plan.records import Plan, Step, Variant
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
 from cgtool.runtime.dispatch import graph_at, symbol_bounds

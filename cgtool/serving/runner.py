@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from cgtool.config import CompilationConfig, CompilationLevel, resolve_capture_sizes
-from cgtool.config_values import CUDAGraphMode
+from cgtool.config import CompilationConfig, resolve_capture_sizes
+from cgtool.config_values import CompilationLevel, CUDAGraphMode
 from cgtool.errors import UsageError
 from cgtool.events import OnEvent, ignore
 from cgtool.serving.batch import BatchLimits, InputBuffers, Request

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cgtool.config import CompilationConfig, CompilationLevel
+from cgtool.config import CompilationConfig
+from cgtool.config_values import CompilationLevel
 from cgtool.errors import ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.toolkit.model_choice import ModelChoice

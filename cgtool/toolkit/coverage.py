@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cgtool.config import EAGER
+from cgtool.plan.pieces import EAGER
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, distinct_shapes, of_sizes, shape_order, shape_text
 from cgtool.store.layout import RankName

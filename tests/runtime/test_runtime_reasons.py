@@ -62,9 +62,9 @@ CONFIGS = {
 
 
 def test_every_key_field_is_swept():
-    from cgtool.config import FIELD_KINDS
+    from cgtool.config import FIELDS
 
-    assert set(CONFIGS) == {name for name, kind in FIELD_KINDS.items() if kind == "key"}
+    assert set(CONFIGS) == {name for name, spec in FIELDS.items() if spec.kind == "key"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -23,13 +23,12 @@ from cgtool.compiler.adaptors import _torch
 from cgtool.compiler.adaptors.inductor import InductorBase
 from cgtool.compiler.adaptors.interface import PieceCallable
 from cgtool.compiler.fx_piece import RebuiltPiece
-from cgtool.config import AOT_INDUCTOR
 from cgtool.errors import CacheError, CompileError, SplitError
 from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.values import dtype_text
 from cgtool.plan.grammar import digest_of
-from cgtool.plan.pieces import Dim, Json, PieceGraph
+from cgtool.plan.pieces import AOT_INDUCTOR, Dim, Json, PieceGraph
 from cgtool.runtime.aoti_package import OUTPUTS, WRITTEN, open_package
 from cgtool.store.artifacts import Package, pack
 from cgtool.store.lock import file_lock

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 import torch
 
 from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface, PieceCallable
-from cgtool.config import EAGER
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import decode, digest_of
-from cgtool.plan.pieces import Json, PieceGraph
+from cgtool.plan.pieces import EAGER, Json, PieceGraph
 from cgtool.runtime.op_by_op import promised_function
 
 

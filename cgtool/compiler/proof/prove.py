@@ -24,9 +24,8 @@ from cgtool.compiler.proof.prover import ProofRecord, ProofRequest, Stage, Stage
 from cgtool.compiler.proof.reference import leaves_open, lowest_dtype, sorts, takes_steps, widened
 from cgtool.compiler.request import apply_settings, import_providers
 from cgtool.compiler.sizes import Limits, Sizes, sizes_to_prove
-from cgtool.config import AOT_INDUCTOR
 from cgtool.errors import ArtifactError, CompileError, NoRoomError, ProofMismatchError, brief
-from cgtool.plan.pieces import PieceGraph
+from cgtool.plan.pieces import AOT_INDUCTOR, PieceGraph
 from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.op_by_op import piece_function

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cgtool.child import Channel
-from cgtool.config import AOT_INDUCTOR, EAGER
 from cgtool.errors import CgtoolError
 from cgtool.host import child_variables, environment
 from cgtool.plan.grammar import Count, Record
+from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
 from cgtool.plan.records import parse_plan
 from cgtool.processes import ChildEndedError, Children
 from cgtool.store.artifacts import code_of

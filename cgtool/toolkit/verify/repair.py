@@ -25,10 +25,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from cgtool.config import EAGER, CompilationConfig
+from cgtool.config import CompilationConfig
 from cgtool.errors import CacheCorruptError, CacheError, CgtoolError
 from cgtool.events import OnEvent
 from cgtool.plan.grammar import Record, sha256_hex
+from cgtool.plan.pieces import EAGER
 from cgtool.plan.shapes import Shape, is_size, of_sizes, shape_text
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore, entry_with_plan
 from cgtool.store.files import ARTIFACT_MODE, RECORD_MODE, read_bytes, remove, write_atomic
