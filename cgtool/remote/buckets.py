@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import obstore
@@ -26,6 +26,7 @@ from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SE
 from cgtool.threads import outcome
 
 _MOST_SAID = 300
+_DENIALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
 #: A listing that is denied is any error to obstore.
 _DENIED = re.compile(r"status code: 40[13]\b")
 #: As S3 says it, and Azure.
@@ -69,79 +70,72 @@ class BucketStore:
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
         options = {"range": {"offset": start}} if start else None
-        try:
-            found = _heard(obstore.get, self._store, path, options=options)
-        except FileNotFoundError:
-            return None
-        except (exceptions.BaseError, OSError) as error:
-            self._fail(error, f"read {path}")
+        with self._asked_to(f"read {path}"):
+            try:
+                found = _heard(obstore.get, self._store, path, options=options)
+            except FileNotFoundError:
+                return None
         return self._chunks(found, path)
 
     def _chunks(self, found: Any, path: str) -> Iterator[bytes]:
-        try:
+        with self._asked_to(f"read {path}"):
             chunks = found.stream(min_chunk_size=CHUNK_BYTES)
             while (chunk := _heard(next, chunks, None)) is not None:
                 yield bytes(chunk)
-        except (exceptions.BaseError, OSError) as error:
-            self._fail(error, f"read {path}")
 
     def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
         """See `Store`."""
-        try:
-            if if_absent:
-                with contextlib.suppress(exceptions.NotSupportedError, NotImplementedError):
-                    _heard(obstore.put, self._store, path, body, mode="create", use_multipart=False)
-                    return True
-            _heard(obstore.put, self._store, path, body)
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileExistsError):
-            return False
-        except (exceptions.BaseError, OSError) as error:
-            self._fail(error, f"write {path}")
+        with self._asked_to(f"write {path}"):
+            try:
+                if if_absent:
+                    with contextlib.suppress(exceptions.NotSupportedError, NotImplementedError):
+                        _heard(obstore.put, self._store, path, body, mode="create", use_multipart=False)
+                        return True
+                _heard(obstore.put, self._store, path, body)
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileExistsError):
+                return False
         return True
 
     def size(self, path: str) -> int | None:
         """See `Store`."""
-        try:
-            return int(_heard(obstore.head, self._store, path)["size"])
-        except FileNotFoundError:
-            return None
-        except (exceptions.BaseError, OSError) as error:
-            self._fail(error, f"look for {path}")
+        with self._asked_to(f"look for {path}"):
+            try:
+                return int(_heard(obstore.head, self._store, path)["size"])
+            except FileNotFoundError:
+                return None
 
     def list(self, folder: str) -> Iterator[Item]:
         """See `Store`."""
-        try:
+        with self._asked_to(f"list {folder}"):
             found = obstore.list(self._store, folder)
             while (some := _heard(next, found, None)) is not None:
                 for one in some:
                     yield Item(one["path"], one["size"], one["last_modified"].timestamp())
-        except (exceptions.BaseError, OSError) as error:
-            self._fail(error, f"list {folder}")
 
     def delete(self, path: str) -> None:
         """See `Store`."""
-        try:
+        with self._asked_to(f"remove {path}"), contextlib.suppress(FileNotFoundError):
             _heard(obstore.delete, self._store, path)
-        except FileNotFoundError:
-            pass
-        except (exceptions.BaseError, OSError) as error:
-            self._fail(error, f"remove {path}")
 
-    def _fail(self, error: Exception, doing: str) -> NoReturn:
-        denied = isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError))
-        denied = denied or _DENIED.search(str(error)) is not None
-        if _SKEWED.search(str(error)):
-            advice = "This machine's clock differs too much from the store's: set it, and try again."
-        elif denied:
-            advice = "Check the credentials that the cloud's tools use, their rights, and this machine's clock."
-        else:
-            advice = "Check the URL, the region, the network and the credentials, and try again."
-        message = f"{self.url} could not {doing}: {_said(error)}. {advice}"
-        raise RemoteError(message, path=self.url, is_passing=not denied) from error
+    @contextlib.contextmanager
+    def _asked_to(self, do: str) -> Iterator[None]:
+        """Raise a RemoteError where the store cannot do what the block asks of it."""
+        try:
+            yield
+        except (exceptions.BaseError, OSError) as error:
+            denied = isinstance(error, _DENIALS) or _DENIED.search(str(error)) is not None
+            if _SKEWED.search(str(error)):
+                advice = "This machine's clock differs too much from the store's: set it, and try again."
+            elif denied:
+                advice = "Check the credentials that the cloud's tools use, their rights, and this machine's clock."
+            else:
+                advice = "Check the URL, the region, the network and the credentials, and try again."
+            message = f"{self.url} could not {do}: {_said(error)}. {advice}"
+            raise RemoteError(message, path=self.url, is_passing=not denied) from error
 
 
 def _profile(url: str) -> dict[str, Any]:
-    """What opens a bucket with a profile of AWS' own files, which boto3 reads and obstore does not."""
+    """Return the options that open a bucket with a profile of AWS: boto3 reads its files, obstore does not."""
     said = variables_now(("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"))
     if not url.startswith("s3:") or said["AWS_ACCESS_KEY_ID"]:
         return {}
@@ -164,7 +158,7 @@ def _profile(url: str) -> dict[str, Any]:
 
 
 def _heard(ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Ask in a way that Ctrl-C ends: Rust hears no signal, and the main thread does while another one asks."""
+    """Ask from a thread, so that Ctrl-C ends the wait: Rust hears no signal, and the main thread does meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         return ask(*arguments, **options)
     with ThreadPool(1) as pool:
@@ -172,7 +166,7 @@ def _heard(ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """The first line of an error, or what the store itself says, without the queries of URLs, which may be signed."""
+    """Return the store's own words, else an error's first line; queries of URLs, which may be signed, are cut off."""
     text = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
     if (answered := _ANSWERED.search(text)) is not None:
         text = ": ".join(answered.groups())
