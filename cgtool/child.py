@@ -11,8 +11,8 @@ answer are each a record with bytes beside it::
 Above each child stands a keeper, a small process that leads a session: the child is forked off it before torch is
 imported. It ends the child and all that came from it, in whatever session, when the parent ends or lets go of its
 socket, and when the child ends; then it ends in the same way as the child, so that the parent, which waits for the
-keeper, learns of the signal. Who is ended is first asked to (SIGTERM): a compiler that is cut short in writing a
-precompiled header would spoil every later compile on this machine.
+keeper, learns of the signal. Processes are asked to end (SIGTERM) before they are killed: a compiler that is cut short
+in writing a precompiled header would spoil every later compile on this machine.
 
 Must not import torch.
 """
@@ -36,9 +36,9 @@ from typing import NoReturn, TypeVar
 from cgtool.plan.grammar import Record, decode, encode
 
 READY, REQUEST, NOTE, ANSWER, LAST = b"r", b"q", b"n", b"a", b"l"
-#: How long who is asked to end gets before it is killed.
+#: How long a process that was asked to end has before it is killed.
 GRACE_SECS = 1.0
-#: How often a keeper looks whether it was orphaned, should its socket not tell it, in milliseconds.
+#: How often a keeper checks whether it was orphaned, in case its socket does not tell, in milliseconds.
 _LOOK_MS = 1000
 _HEAD = struct.Struct(">cQQ")
 _CHUNK_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    # what a program does
+    # the child's side
 
     def setup(self, kind: type[_Given]) -> _Given:
         """Return the setup that the parent sent."""
@@ -77,7 +77,7 @@ class Channel:
         """Answer a request; the program ends after its last answer."""
         self.send(LAST if last else ANSWER, record, data)
 
-    # what both do
+    # both sides
 
     def send(
         self, kind: bytes, record: Record | None = None, data: bytes = b"", *, deadline: float | None = None
@@ -185,7 +185,7 @@ def _keep(child: int, *, ended: int, lifeline: int, above: int) -> NoReturn:
 
 
 def _end_descendants() -> None:
-    """Ask all that came from this process to end, kill who does not, and reap them: orphans are children, too."""
+    """Ask all descendants to end, kill those that do not, and reap them: this process adopts orphans."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -225,6 +225,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Ask the kernel for one thing; where libc has no prctl, what the keeper does by itself remains."""
+    """Set one attribute of this process; where libc has no prctl, only the keeper's own checks remain."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)

@@ -174,7 +174,7 @@ def check_name(name: Any) -> str:
     """Return `name` if it is a field.
 
     Raises:
-        ConfigError: It is none; the message names the nearest.
+        ConfigError: There is no such field; the message names the nearest.
     """
     if name not in FIELDS:
         near = checks.nearest(str(name), FIELDS)

@@ -72,7 +72,7 @@ class ProofMismatchError(CompileError):
 class CallMismatchError(CgtoolError):
     """The whole call, put together from compiled pieces, gives something else than the model itself.
 
-    No `CompileError`: no piece is at fault that another compiler could take.
+    Not a `CompileError`: no single piece is at fault, so another compiler would not help.
     """
 
 
@@ -89,11 +89,11 @@ class ProofCrashError(CgtoolError):
 
 
 class WorkerError(CompileError):
-    """A worker crashed, hung, or ran out of memory or disk as it compiled a piece: the piece itself may be fine."""
+    """A worker crashed, hung, or ran out of memory or disk while it compiled a piece; the piece itself may be fine."""
 
 
 class ExecutorError(CgtoolError):
-    """The cluster that was to compile does not answer, went away or has no workers: no piece is at fault."""
+    """The cluster that should compile does not answer, went away or has no workers; no piece is at fault."""
 
 
 class UnitsFailedError(CompileError):
@@ -195,7 +195,7 @@ def brief(error: BaseException) -> str:
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from or met, and so on."""
+    """Yield an error, then its cause or context, then the cause of that, and so on."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""What cgtool reports while it works: events of an action, counters of the process. The standard library alone."""
+"""What cgtool reports while it works: the events of an action. The standard library alone."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def ignore(event: Event) -> None:
 
 @contextlib.contextmanager
 def told_while_waiting(name: str) -> Iterator[OnEvent]:
-    """Give what tells whoever waits for a compilation how far it is; a hit, which takes no time, is not told.
+    """Yield a callback that shows whoever waits for a compilation how far it is; hits take no time and are not shown.
 
-    On a terminal one line of stderr shows what runs now and goes in the end; elsewhere the log gets a line of level
-    INFO for each thing that is over.
+    On a terminal, one line of stderr shows what runs now and is cleared at the end; elsewhere the log gets a line of
+    level INFO for each step that has finished.
     """
     log = logging.getLogger("cgtool")
     shows = sys.stderr is not None and sys.stderr.isatty()

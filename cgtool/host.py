@@ -87,7 +87,7 @@ def environment(source: Mapping[str, str] | None = None) -> Environment:
     """Return what the environment says now.
 
     Raises:
-        ConfigError: A rank is no whole number, a bool is none, or CGTOOL_TRUSTED_KEYS are no paths.
+        ConfigError: A variable that holds a rank, a bool or paths of keys holds something else.
     """
     values = os.environ if source is None else source
     return Environment(
@@ -136,13 +136,13 @@ def variables_now(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[str, str]:
-    """Return the environment of a process that is started from here: with changes, less the names that begin so."""
+    """Return the environment for a child process: ours with changes, less the names that begin with `without`."""
     kept = {name: value for name, value in os.environ.items() if not (without and name.startswith(without))}
     return {**kept, **changes}
 
 
 def _field(values: Mapping[str, str], field: str, *, otherwise: Any) -> Any:
-    """Return the field of a configuration that a variable gives, as every process reads it, with or without one."""
+    """Return a configuration field from its variable, which holds for a process with or without a configuration."""
     variable = f"CGTOOL_{field.upper()}"
     text = values.get(variable)
     if text is not None and field == "trusted_keys" and not text.strip(" \t,"):
@@ -251,7 +251,7 @@ def ask_compiler() -> None:
 
 
 def compiler_version() -> str | None:
-    """Return what the C++ compiler that torch would call says it is, or None where there is none that works."""
+    """Return the version that torch's C++ compiler reports of itself; None where there is no working one."""
     compiler = _compiler()
     return None if compiler is None else _question(compiler).answer()
 
@@ -267,10 +267,13 @@ class _Question:
         self._answer: str | None = None
 
     def answer(self) -> str | None:
-        """Return what it says; waits until it has."""
+        """Wait for the answer and return it."""
         with self._lock:
             if not self._is_answered:
-                process, self._process = self._process or _start(self._program), None  # anew where that was broken off
+                process, self._process = (
+                    self._process or _start(self._program),
+                    None,
+                )  # asked again where a wait was interrupted
                 self._answer = None if process is None else _said_by(process)
                 self._is_answered = True
             return self._answer
@@ -333,9 +336,10 @@ def _said_by(process: subprocess.Popen[str]) -> str | None:
 
 
 def opening(make: Callable[..., int], *arguments: Any) -> Iterable[int]:
-    """Return what makes a descriptor as it is unpacked, or as a list is extended by it, within one step of Python.
+    """Return an iterable of one descriptor, which is opened as the iterable is unpacked or extends a list.
 
-    `make` must not be written in Python: `os.open`, `os.memfd_create`.
+    Opening and keeping are then one step of Python, between whose halves no Ctrl-C can lose the descriptor. `make` must
+    not be written in Python: `os.open`, `os.memfd_create`.
     """
     return map(make, *[(argument,) for argument in arguments])
 
@@ -353,7 +357,7 @@ _Item = TypeVar("_Item")
 
 
 def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Item]) -> None:
-    """Do work, which must not raise, on each half of `items` at once; reading and hashing hold no lock of Python's."""
+    """Do `work`, which must not raise, on both halves of `items` at once: reading and hashing release Python's lock."""
     half = len(items) // 2
     other = threading.Thread(target=work, args=(items[:half],))
     try:
@@ -370,9 +374,9 @@ def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Ite
 def gc_paused() -> Iterator[None]:
     """Put off collections while the block runs.
 
-    After `import torch` a full collection looks at some 170,000 objects, which takes longer than all else that a start
-    does, and the objects that a start makes bring one about. Nothing is lost: the next one finds what became garbage.
-    What was made counts as old afterwards, so that it is the next full one, and no quick one, that looks at all of it.
+    After `import torch` a full collection visits some 170,000 objects, which takes longer than everything else in a
+    start, and the objects made during a start trigger one. Nothing is lost: the next collection finds what became
+    garbage. Objects made meanwhile count as old afterwards, so that only a full collection visits all of them.
     """
     if not gc.isenabled():
         yield

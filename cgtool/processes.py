@@ -1,6 +1,6 @@
-"""Children: Python processes that answer requests, and of which nothing is left however they or their parent end.
+"""Children: Python processes that answer requests, and that leave nothing running, however they or their parent end.
 
-This is the parent's half: starting a child, asking it, waiting no longer than a deadline, ending it, and telling what
+This is the parent's half: starting a child, asking it, waiting no longer than a deadline, ending it, and saying what
 it died of. `cgtool.child` is the other half, with the protocol and what ends all that came from a child. What a child
 and all that it starts print goes into a file in memory, whose last lines an error shows. `run_in_copy` forks this
 process, for work on what it alone has: a live model. Must not import torch.
@@ -36,7 +36,7 @@ from cgtool.plan.grammar import Record, decode
 _START_SECS = 600.0
 #: How long a keeper may take to end its child.
 _END_SECS = 4 * GRACE_SECS
-#: How often who waits for a copy of this process looks whether it is there.
+#: How often a wait for a copy of this process checks whether the copy has ended.
 _LOOK_SECS = 1.0
 #: How much of a log's end is read and shown.
 _TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 16_384, 12, 200
@@ -227,11 +227,11 @@ class Child:
         return Ending(code=code, log=self._last_lines(), limit_secs=timeout_secs)
 
     def stop(self) -> None:
-        """Have the child and all that came from it ended, and do not wait; any thread may."""
+        """Have the child and its descendants ended, without waiting. Any thread may call this."""
         self._channel.hang_up()
 
     def end(self) -> None:
-        """End the child and all that came from it; any thread may. Who waits for an answer gets a ChildEndedError."""
+        """End the child and its descendants. Any thread may call this; one that waits for an answer gets an error."""
         self.stop()
         try:
             self._process.wait(_END_SECS)
@@ -241,7 +241,7 @@ class Child:
             self._process.wait()
 
     def close(self) -> None:
-        """End it and let go of what it held; only where no other thread waits for an answer."""
+        """End it and close its files. No other thread may be waiting for an answer."""
         self.end()
         self._channel.close()
         self._log.close()
@@ -252,7 +252,7 @@ class Child:
 
     @contextlib.contextmanager
     def _ending_errors(self, limit_secs: float | None) -> Iterator[None]:
-        """Raise a ChildEndedError, once nothing runs any more, where the child is gone or the time is over."""
+        """Raise a ChildEndedError where the child is gone or the time is over, once nothing of it runs any more."""
         try:
             yield
         except TimeoutError:
@@ -269,7 +269,7 @@ class Child:
 
 
 def _last_lines(log: int) -> tuple[str, ...]:
-    """Return the last lines of a log, or those of the crash that it tells of."""
+    """Return the last lines of a log, or the first ones of the crash that it reports."""
     text = os.pread(log, _TAIL_BYTES, max(0, os.fstat(log).st_size - _TAIL_BYTES)).decode(errors="replace")
     lines = [line.rstrip()[:_LINE_CHARS] for line in text.splitlines() if line.strip()]
     crash = next((n for n in reversed(range(len(lines))) if lines[n].startswith(_CRASH)), None)
@@ -277,7 +277,7 @@ def _last_lines(log: int) -> tuple[str, ...]:
 
 
 class Children:
-    """Children of one program, each started when it is needed or before, and replaced when it died. Any thread may ask.
+    """Children of one program, started when they are needed or earlier; a dead one is replaced. Any thread may ask.
 
     Leaving its `with` block ends them all.
     """
@@ -367,10 +367,10 @@ class Children:
 
 
 def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> bytes:
-    """Return what `work` returns in a copy of this process, which nothing of what it does outlives.
+    """Return what `work` returns in a copy of this process; nothing that it changes reaches this one.
 
-    The copy has the thread that calls this and no other. So `work` must not wait for another thread, nor use pools of
-    threads that ran before the fork.
+    The copy has the calling thread and no other. So `work` must not wait for another thread, nor use pools of threads
+    that ran before the fork.
 
     Raises:
         ChildEndedError: The copy crashed, raised, or did not end in time.
@@ -402,7 +402,7 @@ def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> byt
 
 
 def _wait(child: int, ended: int, timeout_secs: float | None) -> int | None:
-    """Return how a copy ended, or None once it was killed because it took too long."""
+    """Return the exit code of a copy, or None where it took too long and was killed."""
     watch = select.poll()
     watch.register(ended, 0)  # POLLHUP: the copy holds the other end until it ends, and whoever else was forked then
     deadline = None if timeout_secs is None else time.monotonic() + timeout_secs

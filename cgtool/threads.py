@@ -1,7 +1,7 @@
-"""Waiting for threads so that Ctrl-C and SIGTERM end the wait at once, and what a thread must know of the others.
+"""Waiting for threads so that Ctrl-C and SIGTERM end the wait at once. The standard library alone.
 
-The standard library alone. An executor's threads are joined as Python ends, however long a network keeps them; those of
-a `ThreadPool` are daemons.
+A `ThreadPool` has daemon threads; those of a `concurrent.futures` executor are joined as Python ends, however long a
+network keeps them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
 
-#: Whether other threads call the model that this one warms, so that it must stay as it is all the while.
+#: Whether other threads call the model that this one warms, so that warming must not change it.
 beside_calls: ContextVar[bool] = ContextVar("beside_calls", default=False)
 
 #: A signal that comes as a wait begins is heard when the wait ends.
@@ -22,13 +22,13 @@ _HEARING_SECS = 0.2
 
 
 def outcome(result: AsyncResult[_Found]) -> _Found:
-    """Return what a thread came to, or raise what it raised."""
+    """Wait for a call's result and return it, or raise what the call raised."""
     while not result.ready():
         result.wait(_HEARING_SECS)
     return result.get()
 
 
-def beside(pool: ThreadPool, run: Callable[[_Given], _Found], values: Iterable[_Given]) -> Iterator[_Found]:
+def in_parallel(pool: ThreadPool, run: Callable[[_Given], _Found], values: Iterable[_Given]) -> Iterator[_Found]:
     """Call a function with each value, several at a time; yield what it returns, in order."""
     for result in [pool.apply_async(run, (value,)) for value in values]:
         yield outcome(result)

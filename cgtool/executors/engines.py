@@ -33,7 +33,7 @@ Call = Callable[[bytes, str], bytes]
 
 
 class NoWorkerError(Exception):
-    """Nobody is left whom a call may go to."""
+    """No worker is left that a call may go to."""
 
 
 class WorkersDiedError(Exception):
@@ -72,14 +72,14 @@ class Engine:
         future.cancel()
 
     def call_everywhere(self, call: Callable[..., None], *args: object) -> None:
-        """Have each worker that is there now call `call(*args, name)`, where an engine can; nobody waits for it."""
+        """Have each present worker call `call(*args, name)`, where the engine can tell them; nothing waits for it."""
 
     def has_workers(self, future: Future[bytes] | None = None) -> bool:  # noqa: ARG002  it does not say who is there
-        """Return whether there are workers now, or any that a call may go to."""
+        """Return whether there are workers now; given a pending call, whether there are any that it may go to."""
         return True
 
     def close(self) -> None:
-        """Cancel what is queued and let go of the executor."""
+        """Cancel queued calls and shut the executor down, without waiting."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -87,7 +87,8 @@ def open_engine(url: str) -> Engine:
     """Return the executor that a URL names.
 
     Raises:
-        ConfigError: There is none of that name, its library is not installed, or what brings it gives something else.
+        ConfigError: There is none of that name, its library is not installed, or what its entry point returns is not
+            an executor.
         ExecutorError: It does not answer.
     """
     name, rest = url.partition(":")[0], url.partition(":")[2]
@@ -229,7 +230,7 @@ class _Dask(Engine):
 
 
 def _call_on_dask(call: str, data: bytes, variable_name: str, me: str) -> bytes:
-    """Do a call, and let the variable name this worker meanwhile: who is still named when another one begins died."""
+    """Make a call, with this worker's name in the variable meanwhile: names that the next worker finds there died."""
     import distributed
 
     variable = distributed.Variable(variable_name, client=distributed.get_client())

@@ -79,7 +79,7 @@ def message(record: Record, data: bytes = b"") -> bytes:
 
 
 def read_message(data: bytes, kind: type[_Message]) -> tuple[_Message, bytes]:
-    """Return the record of a message and the bytes beside it; a ValueError says that it is none."""
+    """Return the record of a message and the bytes beside it; a ValueError where it is not such a message."""
     line, _, rest = data.partition(b"\n")
     return decode(line, kind), rest
 

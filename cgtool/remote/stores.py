@@ -39,7 +39,7 @@ class Store(Protocol):
 
     Attributes:
         url: Where it is, as it may be shown.
-        caveat: What whoever pushes there should know, as a sentence that begins with its URL; "" where nothing.
+        caveat: A warning for those who push there, as the rest of a sentence that begins with its URL; "" without.
 
     Raises:
         RemoteError: From every method: it cannot be reached, or does not do what it is asked.
@@ -112,7 +112,7 @@ def open_store(url: str) -> Store:
 
 
 def pause(attempt: int) -> None:
-    """Wait before an attempt: longer each time, and not as long as others do."""
+    """Wait before an attempt: longer each time, by a random part, so that clients do not come back together."""
     time.sleep(BACKOFF_SECS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
 
 

@@ -28,7 +28,8 @@ class CudagraphDispatcher:
         uniform_query_len: Tokens of a sequence in a decode step: 1, or 1 and the speculative tokens.
         decode_sizes: Token counts of the FULL graphs that serve uniform decode batches alone; None takes `sizes`. Used
             where `mode` treats these batches differently, and only counts of whole sequences that a batch can have.
-        lora_counts: For how many active adapters graphs are captured; (0,) is none. A batch takes the next count.
+        lora_counts: For how many active adapters graphs are captured; (0,) means without LoRA. A batch takes the next
+            count.
         enable_padding: Whether a batch is padded to the next captured size; else only exact sizes have a graph.
 
     Raises:

@@ -26,7 +26,7 @@ from cgtool.store.files import discard, ensure_root
 from cgtool.store.layout import MANIFEST_FILE, PLAN_FILE, UNIT_FILE, CacheLayout, RankName, is_hash
 from cgtool.store.records import Artifact, Manifest, parse_manifest
 from cgtool.store.units import parse_unit
-from cgtool.threads import beside
+from cgtool.threads import in_parallel
 
 _MOST_RECORD_BYTES = 2**30
 #: What nothing names may be what a push that is under way has sent already.
@@ -68,20 +68,20 @@ def _fill(mirror: Mirror, pool: ThreadPool, *, artifacts: bool) -> None:
     store, there = mirror.store, {item.path: item.size_bytes for item in mirror.store.list("artifacts")}
     members: dict[tuple[str, str], Member] = {}
     found = [(hash_, digest) for hash_, digests in indexes(store).items() for digest in digests]
-    for hash_, bundle in zip(found, beside(pool, lambda pair: open_bundle(store, *pair), found), strict=True):
+    for hash_, bundle in zip(found, in_parallel(pool, lambda pair: open_bundle(store, *pair), found), strict=True):
         if bundle is not None:
             mirror.hashes.add(hash_[0])
             for member in parse_index(bundle.index_bytes, limits=Limits()).members:
                 members[member.path, member.sha256] = member
     records = [member for member in members.values() if not member.place.kind]
-    bodies = beside(pool, lambda member: read(store, member_path(member), most=_MOST_RECORD_BYTES), records)
+    bodies = in_parallel(pool, lambda member: read(store, member_path(member), most=_MOST_RECORD_BYTES), records)
     _write_records(mirror, zip(records, bodies, strict=True))
     keys = [item.path.rpartition("/")[2] for item in store.list("units")]
     mirror.units.update(filter(is_hash, keys))
     wanted = [(member_path(one), mirror.root / one.path, one.size_bytes) for one in members.values() if one.place.kind]
-    wanted += filter(None, beside(pool, partial(_unit, mirror), sorted(mirror.units)))
+    wanted += filter(None, in_parallel(pool, partial(_unit, mirror), sorted(mirror.units)))
     first = {path: (place, there[path] or size) for path, place, size in reversed(wanted) if path in there}
-    list(beside(pool, partial(_place, mirror, artifacts=artifacts), first.items()))
+    list(in_parallel(pool, partial(_place, mirror, artifacts=artifacts), first.items()))
     for path, copy, _ in wanted:
         if path in mirror.placed and copy != mirror.placed[path]:
             copy.parent.mkdir(parents=True, exist_ok=True)

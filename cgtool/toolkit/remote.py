@@ -29,7 +29,7 @@ from cgtool.store import signatures
 from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.unpack import OnMember
 from cgtool.store.layout import CacheLayout, short
-from cgtool.threads import beside
+from cgtool.threads import in_parallel
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, export, held_names
 from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
@@ -132,7 +132,7 @@ def _tell(on_event: OnEvent, phase: Phase, label: str, done: int, total: int) ->
 
 def _sending(pool: ThreadPool, on_file: OnMember, send: Callable[[Any], Any], group: Collection[Any]) -> Iterator[Any]:
     """Send a group, several files at a time, and say how far it is."""
-    for number, sent in enumerate(beside(pool, send, group), 1):
+    for number, sent in enumerate(in_parallel(pool, send, group), 1):
         on_file(number, len(group))
         yield sent
 

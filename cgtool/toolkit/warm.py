@@ -201,11 +201,11 @@ def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEve
     if not config.remote or config.remote_readonly:
         return
     from cgtool.remote.remotes import Remotes  # what only a push needs
-    from cgtool.threads import beside
+    from cgtool.threads import in_parallel
     from cgtool.toolkit.remote import sending_threads
 
     began = time.monotonic()
     on_event(Event("push", short(name.hash), done=0, total=1))
     with sending_threads() as pool:
-        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=partial(beside, pool))
+        Remotes.of(CacheLayout(root=root), config, TrustPolicy.of(config)).push(name, each=partial(in_parallel, pool))
     on_event(Event("push", short(name.hash), done=1, total=1, secs=time.monotonic() - began))
