@@ -9,7 +9,7 @@ import piece_cases
 import pytest
 import torch
 from aot_packages import package_of, side_by_side
-from piece_cases import same_as_eager
+from piece_cases import same_as_eager, with_results
 
 from cgtool.runtime import _torch as private
 from cgtool.runtime.aoti_package import open_package
@@ -34,6 +34,18 @@ def test_native_code_computes_what_the_piece_computes(group):
     run = open_package(package_of(case.piece), case.piece)
     for sizes in case.sizes:
         same_as_eager(run, case, sizes)
+
+
+def test_a_scatter_out_of_range_is_an_error_and_no_answer():
+    inputs = [piece_cases.X, piece_cases.tensor("s0", 8, dtype="int64")]
+    zeros = piece_cases.call("torch.zeros_like", "%0")
+    scatter = piece_cases.method("scatter_add", "%2", 0, "%1", "%0")
+    piece = with_results(piece_cases.graph(inputs, [zeros, scatter], ["%3"]))
+    run, values = open_package(package_of(piece), piece), torch.ones(3, 8)
+    with torch.no_grad():
+        assert torch.equal(run([values, torch.ones(3, 8, dtype=torch.int64)])[0][1], torch.full((8,), 3.0))
+        with pytest.raises(RuntimeError, match="index 3 is out of bounds"):
+            run([values, torch.full((3, 8), 3)])
 
 
 def misaligned(tensors):

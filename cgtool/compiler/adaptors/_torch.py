@@ -58,15 +58,29 @@ def compiling(tag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def checks_in_one_thread() -> Iterator[None]:
-    """Have loops that check what they read written for one thread: in OpenMP's, an error ends the process.
+def checks_that_raise() -> Iterator[None]:
+    """Have every check in generated C++ end a call with an exception.
+
+    Loops that check what they read are written for one thread: in OpenMP's, an error ends the process. Of ATen's
+    scatter, Inductor drops the error code, and what was never written would be the answer.
 
     One block runs at a time, and what is compiled elsewhere in this process meanwhile is written so, too.
     """
     from torch._inductor import config
-    from torch._inductor.codegen import cpp
+    from torch._inductor.codegen import cpp, cpp_wrapper_cpu
 
     kernel: Any = cpp.CppKernel
+    wrapper: Any = cpp_wrapper_cpu.CppWrapperCpu
+    write_scatter = wrapper._generate_scatter_fallback
+
+    def checked_scatter(self: Any, *args: Any) -> None:
+        write = self.writeline
+
+        def write_checked(call: str) -> None:
+            write(f"AOTI_TORCH_ERROR_CODE_CHECK({call.removesuffix(';')});")
+
+        with mock.patch.object(self, "writeline", write_checked):
+            write_scatter(self, *args)
 
     def noting(write_check: Callable[..., Any]) -> Callable[..., Any]:
         def noted(self: Any, *args: Any) -> Any:
@@ -86,11 +100,14 @@ def checks_in_one_thread() -> Iterator[None]:
             with config.patch({"cpp.threads": 1, "cpp.dynamic_threads": False}):
                 return write_loops(self, nest, code, sharing)
 
-        with mock.patch.multiple(
-            kernel,
-            assert_function=property(noting(kernel.assert_function.fget)),  # asked for its name as a check is written
-            device_assert_async=noting(kernel.device_assert_async),
-            codegen_loops_impl=written,
+        with (
+            mock.patch.multiple(
+                kernel,
+                assert_function=property(noting(kernel.assert_function.fget)),  # asked for as a check is written
+                device_assert_async=noting(kernel.device_assert_async),
+                codegen_loops_impl=written,
+            ),
+            mock.patch.object(wrapper, "_generate_scatter_fallback", checked_scatter),
         ):
             yield
 

@@ -70,7 +70,7 @@ class InductorBase(CompilerInterface):
         before = _torch.num_generated_kernels()
         # code of Inductor's own names the device: always the first, which is all that a worker knows of
         first = torch.accelerator.device_index(0 if torch.accelerator.is_available() else None)
-        with first, _torch.compiling(tag), _torch.checks_in_one_thread(), warnings.catch_warnings():
+        with first, _torch.compiling(tag), _torch.checks_that_raise(), warnings.catch_warnings():
             # where Python makes errors of warnings, a warning of Inductor's is still no reason to turn a piece away
             warnings.simplefilter("ignore")
             piece = rebuild(graph)
