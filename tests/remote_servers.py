@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -211,8 +212,8 @@ class FaultyServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__((LOOPBACK, 0), _FaultyHandler)
+    def __init__(self, folder: Path, handler: type[BaseHTTPRequestHandler] | None = None) -> None:
+        super().__init__((LOOPBACK, 0), handler or _FaultyHandler)
         self.folder = folder
         self.fault: Fault = lambda handler, data: False
         self.hidden: set[str] = set()
@@ -353,7 +354,23 @@ def of_files(
 @contextlib.contextmanager
 def faulty(folder: Path) -> Iterator[FaultyServer]:
     """A folder behind a server that fails as it is told."""
-    with FaultyServer(folder) as server:
+    with served(FaultyServer(folder)) as server:
+        yield server
+
+
+def answering(answer: Callable[[Any], None]) -> type[BaseHTTPRequestHandler]:
+    """What handles each request as `answer` does."""
+
+    class Answering(_FaultyHandler):
+        do_GET = do_HEAD = do_PUT = do_PROPFIND = answer  # noqa: N815 - the names of the base class
+
+    return Answering
+
+
+@contextlib.contextmanager
+def served(server: FaultyServer) -> Iterator[FaultyServer]:
+    """A server at work."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

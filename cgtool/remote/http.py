@@ -7,6 +7,7 @@ is listed by the links of the page that it shows for a folder, as nginx and Apac
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import re
 from collections.abc import Iterator
@@ -33,29 +34,62 @@ _PROPFIND = (
     '<?xml version="1.0"?><propfind xmlns="DAV:"><prop><resourcetype/><getcontentlength/><getlastmodified/></prop>'
     "</propfind>"
 )
-_LINK = re.compile(r'<a\s[^>]*?href="([^"?#]+)"', re.IGNORECASE)
-#: The most that a listing of one folder may come to.
-_MOST_LISTED_BYTES = 256 * 2**20
+_LINK = re.compile(r'<a\s[^<>]*?href="([^"?#]+)"', re.IGNORECASE)
+#: The most that an answer may come to which is held in memory: hundreds of thousands of files in one folder.
+_MOST_HELD_BYTES = 64 * 2**20
+#: The folders of a store lie in one another less often.
+_MOST_FOLDERS = 4
+#: Larger numbers are of no file.
+_MOST_DIGITS = 18
 
 
-class _Adapter(HTTPAdapter):  # type: ignore[misc]  # Any, for extras are not looked into
-    """Waits for no answer for ever, and for a slow one long enough."""
+class _Retry(Retry):  # type: ignore[misc]  # Any, for extras are not looked into
+    """Tries again over another connection: what an answer that failed still has to say may have no end."""
 
-    def send(self, request: Any, **more: Any) -> Any:
-        """Send a request with a limit of time, whoever made it.
+    def increment(self, *known: Any, response: Any = None, **more: Any) -> Any:
+        """Return what is left of the attempts, as urllib3 asks before it reads the answer to its end."""
+        left = super().increment(*known, response=response, **more)
+        if response is not None:
+            response.close()
+        return left
+
+
+class _Adapter(HTTPAdapter):  # type: ignore[misc]  # as above
+    """Waits for no answer for ever, and for a slow one long enough; holds none that has no end."""
+
+    def send(self, request: Any, stream: bool = False, **more: Any) -> Any:
+        """Send a request with limits of time and of memory, whoever made it.
 
         The limit for a connection is that for sending too, and a body in one piece must be gone by then: so it goes
         in many.
+
+        Raises:
+            requests.RequestException: The server fails, or says more than is held in memory.
         """
         if isinstance(request.body, bytes):
             request.body = io.BytesIO(request.body)
         more["timeout"] = more.get("timeout") or (CONNECT_SECS if request.body is None else SILENCE_SECS, SILENCE_SECS)
-        return super().send(request, **more)
+        try:
+            answer = super().send(request, stream=True, **more)
+        except HTTPError as error:  # a host of no name that can be; requests lets it pass
+            raise requests.exceptions.InvalidURL(error, request=request) from error
+        if answer.is_redirect:
+            answer.close()  # its body says nothing
+        elif not stream:
+            held = bytearray()
+            with contextlib.closing(answer):
+                for chunk in answer.iter_content(CHUNK_BYTES):
+                    held += chunk
+                    if len(held) > _MOST_HELD_BYTES:
+                        why = f"its answer has more than {_MOST_HELD_BYTES} bytes"
+                        raise requests.RequestException(errno.EMSGSIZE, why, request=request)
+            answer._content = bytes(held)  # noqa: SLF001 - where requests keeps what it has read
+        return answer
 
 
 def patient(session: requests.Session) -> requests.Session:
     """Let a session try again what may pass, with backoff and jitter, and give up in the end."""
-    retry = Retry(
+    retry = _Retry(
         total=ATTEMPTS - 1,
         backoff_factor=BACKOFF_SECS,
         backoff_jitter=BACKOFF_SECS,
@@ -148,7 +182,7 @@ class HttpStore:
             return None
         if not answer.ok:
             raise self._refused(answer, f"look for {path}")
-        return int(answer.headers.get("Content-Length", 0))
+        return _number(answer.headers.get("Content-Length"))
 
     def delete(self, path: str) -> None:
         """See `Store`."""
@@ -168,26 +202,27 @@ class HttpStore:
         else:
             raise self._refused(answer, f"list {folder}")
         for item, is_folder in children:
-            if is_folder:
-                yield from self.list(item.path)
-            else:
+            if not is_folder:
                 yield item
+            elif item.path.count("/") < _MOST_FOLDERS:
+                yield from self.list(item.path)
 
     def _properties(self, answer: requests.Response, folder: str) -> Iterator[tuple[Item, bool]]:
         """What a server says of the files and folders in a folder."""
         try:
             found = ET.fromstring(answer.content)  # noqa: S314 - expat bounds what entities grow to
-        except ET.ParseError as error:
-            raise self._refused(answer, f"list {folder}") from error
+        except (ET.ParseError, ValueError, LookupError) as error:  # the latter two for encodings
+            message = f"{self.url} could not list {folder}: its answer is no XML ({error}). Ask who runs it."
+            raise RemoteError(message, path=self.url, actual=str(error)) from error
         for one in found.iterfind("{DAV:}response"):
-            href = unquote(urlsplit(one.findtext("{DAV:}href", "")).path).rstrip("/")
+            href = _path_of(one.findtext("{DAV:}href", "")).rstrip("/")
             name = href.rpartition("/")[2]
             if not href.endswith(f"/{folder}/{name}"):
                 continue  # the folder itself
-            size = one.findtext(".//{DAV:}getcontentlength") or "0"
+            size = _number(one.findtext(".//{DAV:}getcontentlength"))
             is_folder = one.find(".//{DAV:}collection") is not None
             modified = _time(one.findtext(".//{DAV:}getlastmodified"))
-            yield Item(f"{folder}/{name}", int(size) if size.isdigit() else 0, modified), is_folder
+            yield Item(f"{folder}/{name}", size, modified), is_folder
 
     def _links(self, folder: str) -> Iterator[tuple[Item, bool]]:
         """The names on the page of a folder; their sizes and times are not asked for."""
@@ -201,8 +236,11 @@ class HttpStore:
             )
             raise RemoteError(message, path=self.url, actual=answer.status_code)
         base = self._place(f"{folder}/")
-        for link in _LINK.findall(answer.text[:_MOST_LISTED_BYTES]):
-            place = unquote(urljoin(base, link))
+        for link in _LINK.findall(answer.content.decode("utf-8", "replace")):
+            try:
+                place = unquote(urljoin(base, link))
+            except ValueError:
+                continue  # no URL
             name = place.removeprefix(unquote(base))
             if place.startswith(unquote(base)) and name.rstrip("/") and "/" not in name.rstrip("/"):
                 yield Item(f"{folder}/{name.rstrip('/')}", 0, 0.0), name.endswith("/")
@@ -221,10 +259,10 @@ class HttpStore:
                 allow_redirects=method in {"GET", "HEAD"},
                 **more,
             )
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:  # the latter for where it redirects to
             raise self._broken(error, f"answer {method}") from error
 
-    def _broken(self, error: requests.RequestException, doing: str) -> RemoteError:
+    def _broken(self, error: Exception, doing: str) -> RemoteError:
         cause: BaseException = error
         while (inner := _inner(cause)) is not None:
             cause = inner
@@ -243,6 +281,20 @@ class HttpStore:
             advice = "Try again later, or ask who runs it."
         message = f"{self.url} could not {doing}: {why}. {advice}"
         return RemoteError(message, path=self.url, actual=status, is_passing=status in _PASSING)
+
+
+def _number(text: str | None) -> int:
+    """Return a size that a server says; 0 where it is none."""
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+    return int(text or 0) if is_number else 0
+
+
+def _path_of(url: str) -> str:
+    """Return the path of a URL; "" where it is none."""
+    try:
+        return unquote(urlsplit(url).path)
+    except ValueError:
+        return ""
 
 
 def _time(text: str | None) -> float:

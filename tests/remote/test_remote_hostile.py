@@ -1,0 +1,143 @@
+"""A server that says what no server should: a sentence, soon, and without holding all that it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+from cli_harness import run
+from remote_servers import FaultyServer, answering, served
+
+pytest.importorskip("requests", reason="requests is not installed")
+
+from cgtool.errors import RemoteError
+from cgtool.remote.stores import open_store
+
+HASH = "5" * 64
+NINES, NO_HOST = "9" * 5000, f"http://{'a' * 300}/"
+#: What a server sends that has no end, unless nobody listens any more.
+ENDLESS_BYTES = 2**30
+CHUNK = bytes(2**20)
+
+
+class Answer(NamedTuple):
+    """What a server has to say to a method: a status, headers, and a body; None: one without end."""
+
+    status: int
+    body: bytes | None
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+@contextlib.contextmanager
+def saying(**answers: Answer) -> Iterator[tuple[str, list[int]]]:
+    """A server with an answer for each method; yields its URL and, as they are sent, the sizes of endless bodies."""
+    sent: list[int] = []
+
+    def answer(handler) -> None:
+        said = answers.get(handler.command, Answer(405, b""))
+        handler.sent()
+        handler.send_response(said.status)
+        for name, value in said.headers.items():
+            handler.send_header(name, value)
+        if said.body is not None:
+            handler.send_header("Content-Length", str(len(said.body)))
+            handler.end_headers()
+            handler.wfile.write(said.body)
+            return
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(ENDLESS_BYTES // len(CHUNK)):
+                handler.wfile.write(CHUNK)
+                sent.append(len(CHUNK))
+
+    with served(FaultyServer(Path(), answering(answer))) as server:
+        yield server.url, sent
+
+
+def listing(href: str, more: str = "", encoding: str = "utf-8") -> bytes:
+    properties = f"<propstat><prop><resourcetype/>{more}</prop></propstat>"
+    return (
+        f'<?xml version="1.0" encoding="{encoding}"?><multistatus xmlns="DAV:"><response><href>{href}</href>'
+        f"{properties}</response></multistatus>"
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param({"PROPFIND": Answer(207, None)}, id="a listing"),
+        pytest.param({"PROPFIND": Answer(403, None)}, id="a refusal"),
+        pytest.param({"PROPFIND": Answer(503, None, {"Retry-After": "0"})}, id="an error that may pass"),
+        pytest.param({"GET": Answer(200, None, {"Content-Type": "text/html"})}, id="a page of links"),
+        pytest.param({"GET": Answer(302, None, {"Location": "/elsewhere"})}, id="a redirection"),
+    ],
+)
+def test_an_answer_without_end_is_not_held(answers):
+    with saying(**answers) as (url, sent):
+        with pytest.raises(RemoteError, match=r"more than 67108864 bytes|TooManyRedirects"):
+            list(open_store(url).list("entries"))
+        assert sum(sent) < ENDLESS_BYTES / 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        pytest.param({"PROPFIND": Answer(207, listing("http://[x/entries/a"))}, "holds no entry", id="no URL"),
+        pytest.param({"PROPFIND": Answer(207, listing("x", encoding="utf-7"))}, "no XML", id="another encoding"),
+        pytest.param({"PROPFIND": Answer(207, listing("x", encoding="hex"))}, "no XML", id="no encoding"),
+        pytest.param(
+            {"PROPFIND": Answer(207, listing(f"/entries/{HASH}", "<getcontentlength>\u00b2</getcontentlength>"))},
+            "holds no entry",
+            id="a digit that is no number",
+        ),
+        pytest.param(
+            {"PROPFIND": Answer(207, listing(f"/entries/{HASH}", f"<getcontentlength>{NINES}</getcontentlength>"))},
+            "holds no entry",
+            id="a number of 5000 digits",
+        ),
+        pytest.param(
+            {"GET": Answer(200, b'<a href="http://[x">', {"Content-Type": "text/html"})},
+            "holds no entry",
+            id="a link that is no URL",
+        ),
+        pytest.param(
+            {"GET": Answer(200, b'<a href="\xff">', {"Content-Type": "text/html; charset=idna"})},
+            "holds no entry",
+            id="a page in no encoding",
+        ),
+        pytest.param(
+            {"GET": Answer(200, b"<a " * 300_000, {"Content-Type": "text/html"})},
+            "holds no entry",
+            id="a page of links that begin only",
+        ),
+        pytest.param({"GET": Answer(302, b"", {"Location": "http://[x"})}, "could not answer", id="to no URL"),
+        pytest.param({"GET": Answer(302, b"", {"Location": NO_HOST})}, "could not answer", id="to no host"),
+    ],
+)
+def test_nonsense_is_a_sentence(tmp_path, answers, said):
+    with saying(**answers) as (url, _):
+        ran = run("pull", url, "--trust", "--cache-dir", tmp_path)
+    assert (ran.code, re.search(said, ran.err) is not None) == (1, True), ran.err
+
+
+def test_folders_in_folders_without_end_are_left_alone():
+    folder = b"<propstat><prop><resourcetype><collection/></resourcetype></prop></propstat>"
+
+    def answer(handler) -> None:
+        handler.sent()
+        below = f"<href>{handler.path}a/</href>".encode()
+        handler.answer(b'<multistatus xmlns="DAV:"><response>%s%s</response></multistatus>' % (below, folder), 207)
+
+    with served(FaultyServer(Path(), answering(answer))) as server:
+        assert list(open_store(server.url).list("entries")) == []
+
+
+def test_a_size_that_is_no_number_is_none():
+    with saying(HEAD=Answer(200, b"", {"Content-Length": "many"})) as (url, _):
+        assert open_store(url).size("one") == 0
