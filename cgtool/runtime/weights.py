@@ -266,6 +266,7 @@ def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch
     return (
         (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor)
         and tensor.layout is torch.strided
+        and not tensor.is_nested  # whose shape cannot be asked for
         and tensor.dtype is dtype
         and tensor.device == device
         and tensor.shape == meta.shape

@@ -30,6 +30,17 @@ def sparse(model):
     model.first._parameters["weight"] = model.first.weight.detach().to_sparse()
 
 
+def sparse_by_rows(model):
+    dense = model.first.weight.detach()
+    rows, columns = torch.arange(hand.WIDTH + 1) * hand.WIDTH, torch.arange(hand.WIDTH).repeat(hand.WIDTH)
+    weight = torch.sparse_csr_tensor(rows, columns, dense.flatten(), dense.shape, check_invariants=False)
+    model.first._parameters["weight"] = weight
+
+
+def nested(model):
+    model.first._parameters["weight"] = torch._nested_tensor_from_tensor_list([torch.ones(2), torch.ones(3)])
+
+
 def negated_lazily(model):
     model.first._parameters["weight"] = torch._neg_view(model.first.weight.detach())
 
@@ -55,6 +66,7 @@ def subclassed(model):
     model.first._parameters["weight"] = torch.randn(hand.WIDTH, hand.WIDTH).as_subclass(odd)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -66,9 +78,11 @@ def subclassed(model):
         (emptied, "first.weight is of type NoneType"),
         (subclassed, "first.weight is of type Odd"),
         (sparse, r"^first.weight has the layout torch\.sparse_coo"),
+        (sparse_by_rows, r"^first.weight has the layout torch\.sparse_csr"),
+        (nested, "^first.weight is a nested tensor"),
         (negated_lazily, "^first.weight is a lazily conjugated or negated view"),
     ],
-    ids=["half", "meta", "transposed", "reshaped", "deleted", "None", "subclass", "sparse", "negated"],
+    ids=["half", "meta", "transposed", "reshaped", "deleted", "None", "subclass", "sparse", "sparse by rows", "nested", "negated"],
 )
 def test_another_make_is_refused_by_the_next_call_and_by_load(model, x, change, says):
     loaded = hand.load(model)
