@@ -278,8 +278,8 @@ _LEFT_OUT = frozenset(
 _DIGITS = 16
 
 
-def is_given(cls: type) -> bool:
-    """Return whether a class comes with Python, torch or numpy, whose versions stand for it."""
+def is_given(cls: type | types.FunctionType) -> bool:
+    """Return whether a class, or a function, comes with Python, torch or numpy, whose versions stand for it."""
     package = cls.__module__.partition(".")[0] if isinstance(cls.__module__, str) else ""
     return package in {"torch", "numpy"} or package in sys.stdlib_module_names
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import enum
+import functools
 import inspect
 import itertools
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,55 @@ def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
         for name, member in () if is_given(cls) else vars(cls).items():
             if isinstance(member, types.FunctionType) and name.startswith("__") and name != "__init__":
                 yield member.__code__
+
+
+def run_for_enums(classes: Collection[type]) -> Iterator[types.CodeType]:
+    """Yield the methods of enums and the functions that they call: Dynamo takes members as constants and traces none.
+
+    Python formats, compares and looks up members, and runs what their class defines for that. Methods of other classes
+    that are met count where these functions name them.
+    """
+    enums = [cls for cls in classes if issubclass(cls, enum.Enum) and not is_given(cls)]
+    pending = [function for cls in enums for member in vars(cls).values() for function in _functions_of(member)]
+    seen: set[types.FunctionType] = set()
+    while pending:
+        function = pending.pop()
+        if function in seen or is_given(function):
+            continue
+        seen.add(function)
+        yield function.__code__
+        names = names_in((function.__code__,))
+        held = [space[name] for space in _spaces(function, names, classes) for name in names.intersection(space)]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                held.append(cell.cell_contents)
+        pending += [found for value in held for found in _functions_of(value)]
+
+
+def _spaces(
+    function: types.FunctionType, names: frozenset[str], classes: Iterable[type]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the dicts in which a function may find what its names mean."""
+    space = function.__globals__
+    yield space
+    for name in names.intersection(space):
+        if isinstance(space[name], types.ModuleType):
+            yield vars(space[name])
+    yield from (vars(cls) for cls in classes if not is_given(cls))
+
+
+def _functions_of(value: Any) -> list[types.FunctionType]:
+    """Return the Python functions that run where a value is called, or read from a class."""
+    if isinstance(value, types.FunctionType):
+        return [value]
+    if isinstance(value, (types.MethodType, classmethod, staticmethod)):
+        return _functions_of(value.__func__)
+    if isinstance(value, (functools.partial, functools.cached_property)):
+        return _functions_of(value.func)
+    if isinstance(value, property):
+        return _functions_of(value.fget)
+    cls, method = (value, "__init__") if isinstance(value, type) else (type(value), "__call__")
+    return [] if is_given(cls) else _functions_of(vars(cls).get(method))
 
 
 def enumerates(names: frozenset[str]) -> bool:

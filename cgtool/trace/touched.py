@@ -38,7 +38,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import is_covered_by_versions, module_of, modules_by_file
-from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in
+from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in, run_for_enums
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
 from cgtool.trace.variables_read import refuse_alias
 
@@ -92,15 +92,16 @@ def touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Root
         roots: The live model, its method and the arguments of the traced call.
     """
     names = names_in(codes) | {"forward"}
-    modules = _modules_of(codes, roots.method)
+    run: frozenset[types.CodeType] = frozenset()
     held = dict(_held_by_given(codes))
     while True:
         walk = _Walk(names, roots, frozenset(sources))
-        walk.run(sources, modules, held)
-        grown = names | names_in(called_by_python(walk.classes))
-        if grown == names:
+        walk.run(sources, _modules_of((*codes, *run), roots.method), held)
+        before = names, run
+        run |= frozenset(run_for_enums(walk.classes))
+        names |= names_in(called_by_python(walk.classes)) | names_in(run)
+        if (names, run) == before:
             return walk.touched()
-        names = grown
 
 
 def _modules_of(codes: Iterable[types.CodeType], method: Any) -> list[types.ModuleType]:

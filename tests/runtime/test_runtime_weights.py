@@ -82,7 +82,19 @@ def subclassed(model):
         (nested, "^first.weight is a nested tensor"),
         (negated_lazily, "^first.weight is a lazily conjugated or negated view"),
     ],
-    ids=["half", "meta", "transposed", "reshaped", "deleted", "None", "subclass", "sparse", "sparse by rows", "nested", "negated"],
+    ids=[
+        "half",
+        "meta",
+        "transposed",
+        "reshaped",
+        "deleted",
+        "None",
+        "subclass",
+        "sparse",
+        "sparse by rows",
+        "nested",
+        "negated",
+    ],
 )
 def test_another_make_is_refused_by_the_next_call_and_by_load(model, x, change, says):
     loaded = hand.load(model)

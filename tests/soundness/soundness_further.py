@@ -95,6 +95,17 @@ _FEATURES = dict(written()) | {
         names="deeper|extra",
         refused=True,
     ),
+    "enum_calls_a_function_of_another_module": reads(
+        "2.0 if f'{Mode.A}' == 'slow' else 3.0",
+        head=(
+            "import enum\n\nfrom app import deeper\n\nclass Mode(enum.Enum):\n    A = 1\n\n"
+            "    def __format__(self, how):\n        return deeper.named()\n"
+        ),
+        files={"deeper.py": "LIMIT = 'slow'\n\ndef named():\n    return LIMIT\n"},
+        edit=("deeper.py", "'slow'", "'fast'"),
+        live="sys.modules['app.deeper'].LIMIT = 'fast'",
+        names="deeper|LIMIT",
+    ),
     "module_replaced": reads(
         "deeper.A",
         head="from app import deeper",
