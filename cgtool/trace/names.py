@@ -80,14 +80,21 @@ def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
                 yield member.__code__
 
 
-def run_for_enums(classes: Collection[type]) -> Iterator[types.CodeType]:
-    """Yield the methods of enums and the functions that they call: Dynamo takes members as constants and traces none.
+def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
+    """Yield the methods that a trace has Python run as they are, and the functions that these call.
 
-    Python formats, compares and looks up members, and runs what their class defines for that. Methods of other classes
-    that are met count where these functions name them.
+    Python formats, compares and looks up the members of enums, which are constants to Dynamo, and it answers
+    `isinstance` and `issubclass` by metaclasses and hooks. Methods of other classes that are met count where these
+    functions name them.
     """
-    enums = [cls for cls in classes if issubclass(cls, enum.Enum) and not is_given(cls)]
-    pending = [function for cls in enums for member in vars(cls).values() for function in _functions_of(member)]
+    own = [cls for cls in classes if not is_given(cls)]
+    pending = [
+        function
+        for cls in own
+        for name, member in vars(cls).items()
+        if name == "__subclasshook__" or issubclass(cls, (enum.Enum, type))
+        for function in _functions_of(member)
+    ]
     seen: set[types.FunctionType] = set()
     while pending:
         function = pending.pop()
@@ -96,7 +103,7 @@ def run_for_enums(classes: Collection[type]) -> Iterator[types.CodeType]:
         seen.add(function)
         yield function.__code__
         names = names_in((function.__code__,))
-        held = [space[name] for space in _spaces(function, names, classes) for name in names.intersection(space)]
+        held = [space[name] for space in _spaces(function, names, own) for name in names.intersection(space)]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # it is empty
                 held.append(cell.cell_contents)
@@ -112,7 +119,7 @@ def _spaces(
     for name in names.intersection(space):
         if isinstance(space[name], types.ModuleType):
             yield vars(space[name])
-    yield from (vars(cls) for cls in classes if not is_given(cls))
+    yield from map(vars, classes)
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:

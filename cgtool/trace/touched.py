@@ -38,7 +38,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import is_covered_by_versions, module_of, modules_by_file
-from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in, run_for_enums
+from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in, never_traced
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
 from cgtool.trace.variables_read import refuse_alias
 
@@ -98,7 +98,7 @@ def touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Root
         walk = _Walk(names, roots, frozenset(sources))
         walk.run(sources, _modules_of((*codes, *run), roots.method), held)
         before = names, run
-        run |= frozenset(run_for_enums(walk.classes))
+        run |= frozenset(never_traced(walk.classes))
         names |= names_in(called_by_python(walk.classes)) | names_in(run)
         if (names, run) == before:
             return walk.touched()
