@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import signal
 import socket
@@ -114,13 +115,13 @@ def test_a_program_that_is_interrupted_as_it_pulls_keeps_no_descriptor(cache, se
     before = descriptors()
     server.fault = held = Held()
 
-    def interrupt(event: object) -> None:
-        if event.done:
-            assert held.begun.wait(60)
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        assert held.begun.wait(60)
+        _thread.interrupt_main()
 
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        pull(server.url, trust=True, any_machine=True, cache_dir=tmp_path / "new", on_event=interrupt)
+        pull(server.url, trust=True, any_machine=True, cache_dir=tmp_path / "new")
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
     held.released.set()
     waits(lambda: descriptors() <= before)
