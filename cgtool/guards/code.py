@@ -284,18 +284,19 @@ def is_given(cls: type | types.FunctionType) -> bool:
     return package in {"torch", "numpy"} or package in sys.stdlib_module_names
 
 
-def define(cls: type, containers: Collection[str] = ()) -> Json:
+def define(cls: type, read: Collection[str] = ()) -> Json:
     """Return [qualified name, {member: digest}] of a class as it is now.
 
     Args:
         cls: The class.
-        containers: Names of its members that are lists, dicts or sets and count by value.
+        read: Names of its members that count though they are lists, dicts or sets, its name or its documentation.
     """
-    members = _members(cls, containers)
+    members = _members(cls, read)
     return [qualified_name(cls), {name: _digest(form)[:_DIGITS] for name, form in members}]
 
 
-def _members(cls: type, containers: Collection[str]) -> Iterator[tuple[str, Form]]:
+def _members(cls: type, read: Collection[str]) -> Iterator[tuple[str, Form]]:
+    yield from ((name, _form(getattr(cls, name))) for name in ("__name__", "__doc__") if name in read)
     yield "__bases__", [qualified_name(base) for base in cls.__bases__]
     yield "__class__", qualified_name(type(cls))
     own = vars(cls)
@@ -311,7 +312,7 @@ def _members(cls: type, containers: Collection[str]) -> Iterator[tuple[str, Form
         kind = type(value)
         if kind in _PLAIN or kind in _USUAL:
             yield name, _form(value)
-        elif isinstance(value, (list, dict, set)) and name not in containers:
+        elif isinstance(value, (list, dict, set)) and name not in read:
             yield name, ("container", qualified_name(kind))
         else:
             yield name, _member(value)

@@ -231,8 +231,16 @@ def is_covered_by_versions(filename: str) -> bool:
         return True
     path = resolved(filename)
     torch_root, library = _versioned_folders()
-    in_site = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
-    return path.startswith(torch_root) or (path.startswith(library) and not in_site)
+    return path.startswith(torch_root) or (path.startswith(library) and not _is_in_site(path))
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file is torch's, the standard library's or another installed package's, or none at all."""
+    return is_covered_by_versions(filename) or _is_in_site(resolved(filename))
+
+
+def _is_in_site(path: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from cgtool.guards.sources import Roots, SourceError, canonical_module_name, par
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
-from cgtool.trace.closure import is_covered_by_versions, module_of, modules_by_file
+from cgtool.trace.closure import is_covered_by_versions, is_installed, module_of, modules_by_file
 from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in, never_traced
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
 from cgtool.trace.variables_read import refuse_alias
@@ -50,6 +50,8 @@ _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
 #: Modules whose version stands for them; what the model reads there is guarded, and no further.
 _GIVEN_MODULES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
+#: What functions and classes are called, which older versions of Dynamo read without a guard.
+_CALLED = ("__name__", "__qualname__", "__module__", "__doc__")
 #: Where a flag remembers the combinations of its members that were made so far.
 _OF_A_FLAG = frozenset({"_value2member_map_", "_member_map_", "_member_names_"})
 #: Globals that say where a module lies and how it was started.
@@ -337,7 +339,8 @@ class _Walk:
         self._globals_of_no_module(source, value)
         if not is_of_call(source) and not is_passed_by(str(value.__module__)):
             self.add(source, f"named:{self.argument}", describe(f"named:{self.argument}", value))
-        for name in sorted(self.names.intersection((*vars(value), "__annotations__"))):
+        called = () if is_installed(value.__code__.co_filename) else _CALLED
+        for name in sorted(self.names.intersection((*vars(value), "__annotations__", *called))):
             self.child(f"{source}.{name}", getattr(value, name))
 
     def _globals_of_no_module(self, source: str, function: types.FunctionType) -> None:
@@ -400,8 +403,8 @@ class _Walk:
 
     def _definition(self, source: str, cls: type) -> None:
         own = vars(cls)
-        containers = sorted(self.names.intersection(n for n, v in own.items() if isinstance(v, (list, dict, set))))
-        kind = f"class:{_argument(containers)}"
+        containers = self.names.intersection(n for n, v in own.items() if isinstance(v, (list, dict, set)))
+        kind = f"class:{_argument(sorted(containers | self.names.intersection(_CALLED)))}"
         self.add(source, kind, describe(kind, cls))
         if not is_given(type(cls)):
             self._class(f"{source}|type", type(cls))
