@@ -267,7 +267,7 @@ _LEFT_OUT = frozenset(
         *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
         *("__conditional_annotations__", "__firstlineno__", "__static_attributes__"),
         *("__orig_bases__", "__parameters__", "__type_params__"),
-        *("_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__match_args__"),
+        *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
         *("_member_map_", "_member_names_", "_value2member_map_", "_hashable_values_", "_unhashable_values_"),
         *("_unhashable_values_map_", "_generate_next_value_", "_new_member_", "_use_args_"),
         # what transformers remembers of the source of a model's module, which has a factor of its own
