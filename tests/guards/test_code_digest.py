@@ -80,8 +80,10 @@ def test_functions_that_call_each_other_end() -> None:
 
 
 def test_partials_and_their_arguments_show() -> None:
-    f = function_from("def f(x, y): return x")
-    assert code_digest(functools.partial(f, y=1)) != code_digest(functools.partial(f, y=2))  # type: ignore[arg-type]
+    f, g = function_from("def f(x, y): return x"), function_from("def f(x, y): return y")
+    partials = [functools.partial(f, *args, **named) for args in ((), (1,), (2,)) for named in ({}, {"y": 1}, {"y": 2})]
+    seen = {code_digest(partial) for partial in (*partials, functools.partial(g))}  # type: ignore[arg-type]
+    assert len(seen) == len(partials) + 1
 
 
 def test_other_processes_paths_and_hash_seeds_agree(tmp_path: Path) -> None:
