@@ -53,6 +53,16 @@ def test_lines_and_files_leave_no_trace() -> None:
             id="closure-function",
         ),
         pytest.param(
+            "import enum\nM = enum.Enum('M', 'A B')\ndef f(x, mode=M.A): return x",
+            "import enum\nM = enum.Enum('M', 'A B')\ndef f(x, mode=M.B): return x",
+            id="member-of-an-enum",
+        ),
+        pytest.param(
+            "class A: pass\nclass B: pass\nf = (lambda x: x).__get__(A())",
+            "class A: pass\nclass B: pass\nf = (lambda x: x).__get__(B())",
+            id="class-of-a-method",
+        ),
+        pytest.param(
             "def f(x):\n try:\n  return x()\n except ValueError:\n  return 1",
             "def f(x):\n try:\n  return x()\n except TypeError:\n  return 1",
             id="exception",

@@ -50,6 +50,11 @@ CHANGES = {
         "class C:\n @property\n def x(self): return 2",
         "member x has changed",
     ),
+    "how a property is set": (
+        "class C:\n x = property(len, lambda s, v: 1)",
+        "class C:\n x = property(len, lambda s, v: 2)",
+        "member x has changed",
+    ),
     "a cached property": (
         "class C:\n @functools.cached_property\n def x(self): return 1",
         "class C:\n @functools.cached_property\n def x(self): return 2",
@@ -69,6 +74,11 @@ CHANGES = {
     "a field": (
         "@dataclasses.dataclass\nclass C:\n x: int = 1",
         "@dataclasses.dataclass\nclass C:\n x: int = 2",
+        "member __dataclass_fields__.x has changed",
+    ),
+    "what a field is for": (
+        "@dataclasses.dataclass\nclass C:\n x: int = 1",
+        "@dataclasses.dataclass\nclass C:\n x: int = dataclasses.field(default=1, kw_only=True)",
         "member __dataclass_fields__.x has changed",
     ),
     "what makes a field": (

@@ -50,6 +50,18 @@ def test_the_schema_and_the_fake_implementation_show() -> None:
     assert len(seen) == 6
 
 
+def test_the_tags_show() -> None:
+    def tagged(*tags: torch.Tag) -> str:
+        library = torch.library.Library("toydigest", "FRAGMENT")
+        library.define(PLAIN, tags=tags)
+        try:
+            return op_digest("toydigest::op")
+        finally:
+            library._destroy()
+
+    assert tagged() != tagged(torch.Tag.needs_fixed_stride_order) != tagged(torch.Tag.flexible_layout)
+
+
 def test_the_kernel_may_change_freely() -> None:
     def fake(x):
         return torch.empty_like(x)
