@@ -131,7 +131,10 @@ class _Auth(oras.auth.TokenAuth):  # type: ignore[misc]  # Any, for extras are n
 
     def authenticate_request(self, original: requests.Response, headers: dict[str, str], **more: Any) -> Any:
         if not original.headers.get("Www-Authenticate", "").lower().startswith("basic"):
-            return super().authenticate_request(original, headers, **more)
+            try:
+                return super().authenticate_request(original, headers, **more)
+            except (AttributeError, TypeError, RecursionError) as error:  # what oras makes of a strange answer
+                raise oras.auth.AuthenticationException(str(error)) from error
         self._is_basic, self.token = True, getattr(self, "_basic_auth", None)
         return {**headers, **self.get_auth_header()}, self.token is not None
 
@@ -251,7 +254,7 @@ class OciStore(HttpStore):
             return None
         try:
             return msgspec.json.decode(data, type=Manifest)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (ValueError, RecursionError) as error:  # of msgspec, or of what is no UTF-8
             message = f"{self.url} is nothing that cgtool pushed: {error}. Name another tag."
             raise RemoteError(message, path=self.url) from error
 
@@ -286,10 +289,11 @@ class OciStore(HttpStore):
             said = {_NAME: name, **({_TITLE: title} if title else {})}
             if _TARGETS in layer.annotations:
                 said[_TARGETS] = layer.annotations[_TARGETS]
-                targets += msgspec.json.decode(said[_TARGETS], type=list[Target])
+                with contextlib.suppress(ValueError, RecursionError):  # not of ours, and shown to nobody
+                    targets += msgspec.json.decode(said[_TARGETS], type=list[Target])
             layers.append(Layer(layer.mediaType, layer.digest, layer.size, said))
         in_caches = {layer.digest: layer.size for (_, title), layer in found.items() if title}
-        hashes = {title.split("/")[1] for _, title in found if title}
+        hashes = {hash_ for _, title in found for hash_ in title.split("/")[1:2]}
         self.write_manifest(
             Manifest(
                 config=self.upload(_EMPTY, _CONFIG_TYPE),

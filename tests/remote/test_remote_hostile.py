@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
+from cache_maker import lay_entry
 from cli_harness import run
 from remote_servers import FaultyServer, answering, served
 
@@ -124,6 +126,35 @@ def test_nonsense_is_a_sentence(tmp_path, answers, said):
     with saying(**answers) as (url, _):
         ran = run("pull", url, "--trust", "--cache-dir", tmp_path)
     assert (ran.code, re.search(said, ran.err) is not None) == (1, True), ran.err
+
+
+STRANGE = {"dev.cgtool.name": "x", "org.opencontainers.image.title": "no folder", "dev.cgtool.targets": "{"}
+CONFIG = {"mediaType": "application/vnd.oci.empty.v1+json", "digest": f"sha256:{HASH}", "size": 2}
+LAYER = {"mediaType": "x", "digest": f"sha256:{HASH}", "size": 1, "annotations": STRANGE}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        pytest.param(Answer(200, b'{"zz":' + b"[" * 100_000), "is nothing that cgtool pushed", id="nested without end"),
+        pytest.param(Answer(200, b'{"\xff": 1}'), "is nothing that cgtool pushed", id="no text"),
+        pytest.param(Answer(401, b"", {"Www-Authenticate": "Bearer realm"}), "other credentials", id="no realm"),
+    ],
+)
+def test_nonsense_of_a_registry_is_a_sentence(tmp_path, answer, said):
+    pytest.importorskip("oras", reason="oras is not installed")
+    with saying(GET=answer, HEAD=answer) as (url, _):
+        ran = run("pull", url.replace("http:", "oci:") + "/team/models:v1", "--trust", "--cache-dir", tmp_path)
+    assert (ran.code, said in ran.err) == (1, True), ran.err
+
+
+def test_strange_annotations_of_a_tag_do_not_keep_a_push_from_it(tmp_path):
+    pytest.importorskip("oras", reason="oras is not installed")
+    lay_entry(tmp_path, seed=18)
+    tag = Answer(200, json.dumps({"config": CONFIG, "layers": [LAYER]}).encode())
+    with saying(GET=tag, HEAD=Answer(200, b""), PUT=Answer(201, b"")) as (url, _):
+        ran = run("push", url.replace("http:", "oci:") + "/team/models:v1", "--cache-dir", tmp_path)
+    assert ran.code == 0, ran.err
 
 
 def test_folders_in_folders_without_end_are_left_alone():
