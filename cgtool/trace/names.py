@@ -33,6 +33,7 @@ _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "f
 PLACE = frozenset({"name_or_path", "_name_or_path"})
 #: Where transformers enters classes of models and of outputs as they are first used; what it enters follows from them.
 _REGISTRIES = frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"})
+_GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"})
 _IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
 
 
@@ -44,13 +45,28 @@ def names_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _names_of(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
+def globals_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
+    """Return every name by which `codes`, and the code in them, may read a global; one after a dot is none."""
+    found: set[str] = set()
+    for code in codes:
+        found.update(op.argval for op in dis.get_instructions(code) if op.opname in _GLOBAL_OPS)
+        found |= _names_in_strings(code)
+        found |= globals_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found)
+
+
+def _names_in_strings(code: types.CodeType) -> set[str]:
+    found: set[str] = set()
     for text in _strings(code.co_consts):
         if len(text) <= _MAX_LENGTH and "\n" not in text:
             found.add(text)
             if " " not in text:
                 found.update(_IDENTIFIER.findall(text))
+    return found
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    found = set(code.co_names) | _names_in_strings(code)
     found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     if not found.isdisjoint(PLACE | _REGISTRIES) and _is_transformers(code.co_filename):
         found -= PLACE | _REGISTRIES

@@ -38,7 +38,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import is_covered_by_versions, is_installed, module_of, modules_by_file
-from cgtool.trace.names import PLACE, called_by_python, enumerates, names_in, never_traced
+from cgtool.trace.names import PLACE, called_by_python, enumerates, globals_in, names_in, never_traced
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
 from cgtool.trace.variables_read import refuse_alias
 
@@ -93,16 +93,18 @@ def touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Root
         sources: What Dynamo's guards and the graph's inputs name.
         roots: The live model, its method and the arguments of the traced call.
     """
-    names = names_in(codes) | {"forward"}
+    names, read = names_in(codes) | {"forward"}, globals_in(codes)
     run: frozenset[types.CodeType] = frozenset()
     held = dict(_held_by_given(codes))
     while True:
-        walk = _Walk(names, roots, frozenset(sources))
+        walk = _Walk(names, read, roots, frozenset(sources))
         walk.run(sources, _modules_of((*codes, *run), roots.method), held)
-        before = names, run
+        before = names, read, run
         run |= frozenset(never_traced(walk.classes))
-        names |= names_in(called_by_python(walk.classes)) | names_in(run)
-        if (names, run) == before:
+        called = (*called_by_python(walk.classes), *run)
+        names |= names_in(called)
+        read |= globals_in(called)
+        if (names, read, run) == before:
             return walk.touched()
 
 
@@ -134,8 +136,9 @@ def _held_by_given(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]]
 
 
 class _Walk:
-    def __init__(self, names: frozenset[str], roots: Roots, guarded: Collection[str]) -> None:
+    def __init__(self, names: frozenset[str], read: frozenset[str], roots: Roots, guarded: Collection[str]) -> None:
         self.names = names
+        self.read = read
         self.roots = roots
         self.guarded = guarded
         self.enumerates = enumerates(names)
@@ -152,7 +155,7 @@ class _Walk:
         self.visit("self", self.roots.module)
         self._start(step for step in steps if not is_of_call(step))
         for module in modules:
-            self._module(module)
+            self._module(module, is_own=True)
         for source, value in held.items():
             self._attributes(source, value)
         self._class("global:torch:Tensor", torch.Tensor)
@@ -358,7 +361,8 @@ class _Walk:
                 raise TraceError(msg, path=name)
             self.child(f"{source}.__globals__[{json.dumps(name)}]", space[name])
 
-    def _module(self, module: types.ModuleType) -> None:
+    def _module(self, module: types.ModuleType, *, is_own: bool = False) -> None:
+        """Take in the names of a module; of the code's own module, a name after a dot is another's attribute."""
         name = canonical_module_name(module.__name__)
         if is_passed_by(name):
             return
@@ -370,8 +374,14 @@ class _Walk:
                 self._given(f"global:{name}:{known}", vars(module)[known])
             return
         for known in present:
-            if _NAME.fullmatch(known):
-                self.child(f"global:{name}:{known}", vars(module)[known])
+            value = vars(module)[known]
+            is_elsewhere = is_own and known not in self.read and self._is_made_of_it(value)
+            if _NAME.fullmatch(known) and not is_elsewhere:
+                self.child(f"global:{name}:{known}", value)
+
+    def _is_made_of_it(self, value: Any) -> bool:
+        """Return whether a global is the model, or what cgtool made of one: `model = cgtool.compile(model)`."""
+        return value is self.roots.module or type(value).__module__.startswith("cgtool.runtime.")
 
     def _given(self, source: str, value: Any) -> None:
         """Take in a name of a module that comes with Python or torch: whether it is still what came with it."""

@@ -204,3 +204,42 @@ def test_a_dict_that_makes_what_it_gives_is_guarded_by_what_it_holds(tmp_path, m
     monkeypatch.setitem(MAKERS, "silu", nn.GELU)
     with pytest.raises(CacheMissError, match="MAKERS"):
         cgtool.load(model, cache_dir=tmp_path)
+
+
+class Wrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wrapped = nn.Linear(4, 4)
+        self.scale = 2.0
+
+    def forward(self, x):
+        return self.wrapped(x)
+
+
+class ReadingItself(Wrapping):
+    def forward(self, x):
+        return self.wrapped(x) * wrapped.scale  # noqa: F821 - a global that the test sets
+
+
+def test_a_script_may_give_what_is_compiled_the_models_name(tmp_path, monkeypatch):
+    """`wrapped = cgtool.compile(wrapped)`: the `self.wrapped` of its forward is another thing than this global."""
+    options, x = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}, torch.randn(2, 4)
+    model = Wrapping().eval()
+    monkeypatch.setattr(HERE, "wrapped", model, raising=False)
+    compiled = cgtool.compile(model, example_args=(x,), **options)
+    monkeypatch.setattr(HERE, "wrapped", compiled)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+        assert torch.equal(cgtool.load(model, **options)(x), model(x))
+        x = torch.randn(5, 4)  # traced while the name means what was compiled
+        assert torch.equal(cgtool.compile(model, example_args=(x,), **options)(x), model(x))
+
+
+def test_a_model_that_reads_itself_by_a_global_is_guarded_by_it(tmp_path, monkeypatch):
+    options = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}
+    model = ReadingItself().eval()
+    monkeypatch.setattr(HERE, "wrapped", model, raising=False)
+    cgtool.compile(model, example_args=(torch.randn(2, 4),), **options)
+    monkeypatch.setattr(HERE, "wrapped", ReadingItself().eval())
+    with pytest.raises(CacheMissError, match="were one object when this was compiled"):
+        cgtool.load(model, **options)
