@@ -89,11 +89,15 @@ class RemoteBundle:
         self.index_bytes = index_bytes
         self.signature_bytes = signature_bytes
         self._store = store
+        self._hash = hash_
         self._have = have
         self._reading = threading.Lock()
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
-        """Yield every member with its bytes."""
+        """Yield every member with its bytes; an index that names other entries too is refused."""
+        if index.hashes != (self._hash,):
+            why, actual = "names members of another entry than that it lies with", list(index.hashes)
+            raise refused("bad_index", why, member=INDEX_FILE, expected=self._hash, actual=actual)
         for member in index.members:
             yield member, self._body(member)
 

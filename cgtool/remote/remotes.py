@@ -46,6 +46,8 @@ _Answer = TypeVar("_Answer")
 #: How long a store that failed is left alone.
 _LEFT_ALONE_SECS = 60.0
 _MOST_UNIT_BYTES = 2**20
+#: An artifact of a unit is held in memory.
+_MOST_ARTIFACT_BYTES = 4 * 2**30
 #: Entries that one digest of cheap facts leads to, of which the key is looked at: each edit of a model makes one.
 _MOST_CANDIDATES = 256
 
@@ -228,6 +230,9 @@ def _unit(store: Store, *, key: str, origin: Origin) -> tuple[bytes, Artifact] |
     if record is None:
         return None
     artifact = parse_unit(record, path=f"{store.url}/{path}", key=key)
+    if artifact.size_bytes > _MOST_ARTIFACT_BYTES:
+        why = f"promises {artifact.size_bytes} bytes, and {_MOST_ARTIFACT_BYTES} are allowed"
+        raise refused("too_large", why, member=path, expected=_MOST_ARTIFACT_BYTES, actual=artifact.size_bytes)
     data = b"".join(stream(store, f"artifacts/{artifact.file}", artifact.size_bytes))
     if sha256_hex(data) != artifact.digest:
         raise refused("digest_mismatch", "differs from its digest", member=f"artifacts/{artifact.file}")

@@ -6,6 +6,7 @@ jitter; what still fails is a `RemoteError`. URLs are shown without the user and
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from cgtool.errors import RemoteError, UsageError
+from cgtool.errors import CacheError, RemoteError, UsageError
 from cgtool.store.bundle_index import refused
 from cgtool.store.files import ensure_folder, is_temporary, os_errors_as_cache_errors, remove, write_atomic, written
 
@@ -172,6 +173,16 @@ def read(store: Store, path: str, *, most: int) -> bytes | None:
     return None
 
 
+@contextlib.contextmanager
+def _os_errors_as_remote_errors(path: Path) -> Iterator[None]:
+    """Turn errors of a folder's file system into those of a store, which a process can do without."""
+    try:
+        with os_errors_as_cache_errors(path):
+            yield
+    except CacheError as error:
+        raise RemoteError(str(error), path=path) from error
+
+
 class FolderStore:
     """A folder, of this machine or mounted."""
 
@@ -183,14 +194,17 @@ class FolderStore:
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
-        with os_errors_as_cache_errors(self._folder / path):
+        place = self._folder / path
+        with _os_errors_as_remote_errors(place):
             try:
-                file = (self._folder / path).open("rb")
+                file = place.open("rb") if place.is_file() else None  # of a pipe, that would wait for a writer
             except (FileNotFoundError, NotADirectoryError):
-                return None
+                file = None
+        if file is None:
+            return None
 
         def chunks() -> Iterator[bytes]:
-            with os_errors_as_cache_errors(self._folder / path), file:
+            with _os_errors_as_remote_errors(place), file:
                 file.seek(start)
                 while chunk := file.read(CHUNK_BYTES):
                     yield chunk
@@ -214,7 +228,7 @@ class FolderStore:
 
     def size(self, path: str) -> int | None:
         """See `Store`."""
-        with os_errors_as_cache_errors(self._folder / path):
+        with _os_errors_as_remote_errors(self._folder / path):
             try:
                 return (self._folder / path).stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -222,7 +236,7 @@ class FolderStore:
 
     def list(self, folder: str) -> Iterator[Item]:
         """See `Store`."""
-        with os_errors_as_cache_errors(self._folder / folder):
+        with _os_errors_as_remote_errors(self._folder / folder):
             for path in (self._folder / folder).rglob("*"):
                 if path.is_file() and not is_temporary(path.name):
                     status = path.stat()

@@ -145,7 +145,7 @@ class PullReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     url: str
     root: str
     entries: tuple[ImportedEntry, ...]
-    #: Sentences: entries that were not asked for by name and are not for this machine.
+    #: Sentences: entries that were not asked for by name, and are not for this machine or not whole.
     skipped: tuple[str, ...]
     secs: float
     warnings: tuple[str, ...]
@@ -193,6 +193,7 @@ def pull(
         entry_began = time.monotonic()
         label = short(hash_) if len(chosen) == 1 else f"{short(hash_)}, entry {number + 1} of {len(chosen)}"
         on_event(Event("pull", label))
+        is_skipped = False
         for digest in there[hash_]:
             bundle = open_bundle(store, hash_, digest, partial(in_cache, layout))
             if bundle is None:
@@ -211,13 +212,16 @@ def pull(
                 if error.reason != "unsupported" or hashes:
                     raise
                 skipped.append(str(error))
+                is_skipped = True
                 break
             entries[hash_] = _together(entries.get(hash_), report.entries[0])
             warnings += report.warnings
-        if hashes and hash_ not in entries:
+        if hash_ not in entries and not is_skipped:
             what = f"The entry {short(hash_)} of {store.url} is not whole"
             message = f"{what}: no push of it has come to its end. Push it again."
-            raise RemoteError(message, path=store.url, actual=hash_)
+            if hashes:
+                raise RemoteError(message, path=store.url, actual=hash_)
+            skipped.append(message)
         on_event(Event("pull", short(hash_), done=number + 1, total=len(chosen), secs=time.monotonic() - entry_began))
     return PullReport(
         url=store.url,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,15 @@ from remote_servers import FaultyServer, answering, served
 pytest.importorskip("requests", reason="requests is not installed")
 
 from cgtool.errors import RemoteError
+from cgtool.plan.grammar import sha256_hex
+from cgtool.remote.remotes import Remotes
 from cgtool.remote.stores import open_store
+from cgtool.store.artifacts import Origin
+from cgtool.store.bundle_index import Index, Limits, parse_index
+from cgtool.store.files import seal
+from cgtool.store.layout import CacheLayout
+from cgtool.store.records import Artifact, Unit
+from cgtool.store.trust import TrustPolicy
 
 HASH = "5" * 64
 NINES, NO_HOST = "9" * 5000, f"http://{'a' * 300}/"
@@ -172,3 +181,51 @@ def test_folders_in_folders_without_end_are_left_alone():
 def test_a_size_that_is_no_number_is_none():
     with saying(HEAD=Answer(200, b"", {"Content-Length": "many"})) as (url, _):
         assert open_store(url).size("one") == 0
+
+
+def test_an_index_that_names_another_entry_is_refused(tmp_path):
+    hashes = [lay_entry(tmp_path / "cache", seed=19 + number) for number in range(2)]
+    store = tmp_path / "store"
+    assert run("push", store.as_uri(), "--all", "--cache-dir", tmp_path / "cache").code == 0
+    places = [next((store / "entries" / hash_).glob("*.bundle.json")) for hash_ in sorted(hashes)]
+    members = [one for place in places for one in parse_index(place.read_bytes(), limits=Limits()).members]
+    forged = seal(Index(members=tuple(sorted(members, key=lambda member: member.path))))
+    places[0].unlink()
+    (places[0].parent / f"{sha256_hex(forged)}.bundle.json").write_bytes(forged)
+    ran = run("pull", store.as_uri(), min(hashes), "--trust", "--any-machine", "--cache-dir", tmp_path / "to", "--json")
+    assert (ran.code, ran.report["error"]["reason"]) == (3, "bad_index"), ran.err
+    assert CacheLayout(root=tmp_path / "to").hashes() == []
+
+
+def test_what_is_not_whole_is_left_out_by_name(tmp_path):
+    hashes = [lay_entry(tmp_path / "cache", seed=21 + number) for number in range(2)]
+    store = tmp_path / "store"
+    assert run("push", store.as_uri(), "--all", "--cache-dir", tmp_path / "cache").code == 0
+    next((store / "entries" / hashes[0]).glob("*.bundle.json")).write_bytes(b"torn")
+    ran = run("pull", store.as_uri(), "--trust", "--any-machine", "--cache-dir", tmp_path / "to", "--json")
+    assert [entry["hash"] for entry in ran.report["entries"]] == [hashes[1]]
+    assert hashes[0][:10] in ran.report["skipped"][0]
+
+
+def test_a_pipe_in_a_folder_is_no_file_of_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert open_store(tmp_path.as_uri()).get("pipe") is None
+
+
+def test_an_error_of_a_folders_disk_is_one_of_the_store(tmp_path):
+    with pytest.raises(RemoteError, match="too long"):
+        open_store(tmp_path.as_uri()).get("a" * 300)
+
+
+def test_a_unit_that_cannot_be_held_is_compiled_here(tmp_path, caplog):
+    store, key = tmp_path / "store", "a" * 64
+    remotes = Remotes(CacheLayout(root=tmp_path / "cache"), [store.as_uri()], trust=TrustPolicy())
+    origin = Origin(piece="", shape={})
+    for folder in ("units", "artifacts"):
+        (store / folder).mkdir(parents=True)
+    artifact = Artifact(digest="b" * 64, kind="pt2", size_bytes=2**40, compile_secs=1.0, kernels=1)
+    (store / "units" / key).write_bytes(seal(Unit(key=key, artifact=artifact)))
+    with (store / "artifacts" / artifact.file).open("wb") as file:
+        file.truncate(artifact.size_bytes)  # takes no room
+    assert remotes.unit(key, origin) is None
+    assert "promises 1099511627776 bytes" in caplog.text
