@@ -168,6 +168,15 @@ def test_untied_weights_are_refused(model, x):
         loaded(x)
 
 
+def test_weights_that_become_one_are_refused(model, x):
+    apart = (Guard(source="self.last.weight", kind="same:self.first.weight", expected=False),)
+    loaded = hand.load(model, hand.variant(model_guards=apart))
+    assert torch.equal(loaded(x), model(x))
+    model.last.weight = model.first.weight
+    with pytest.raises(GuardError, match=r"last.weight and first.weight were two objects"):
+        loaded(x)
+
+
 def test_buffers_plain_attributes_and_globals_are_read_live(model, x):
     model.register_buffer("scale", torch.ones(hand.WIDTH, hand.WIDTH))
     model.plain = {"w": [torch.ones(hand.WIDTH, hand.WIDTH)]}
