@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import cgtool
+from cgtool.config import CompilationConfig
 from cgtool.errors import GuardError
 from cgtool.plan.records import Guard, Input
 from cgtool.runtime.call_guards import Reader
@@ -174,6 +176,27 @@ def test_weights_that_become_one_are_refused(model, x):
     assert torch.equal(loaded(x), model(x))
     model.last.weight = model.first.weight
     with pytest.raises(GuardError, match=r"last.weight and first.weight were two objects"):
+        loaded(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([torch.full((4,), 2.0) for _ in range(2)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def test_a_list_of_parameters_that_grows_is_refused_by_the_next_call(tmp_path):
+    model, x = Scaled().eval(), torch.ones(4)
+    config = CompilationConfig(adaptor="eager", proof=False)
+    loaded = cgtool.compile(model, example_args=(x,), cache_dir=tmp_path, config=config)
+    assert torch.equal(loaded(x), model(x))
+    model.scales.append(torch.full((4,), 2.0))
+    with pytest.raises(GuardError, match="was 2 when this was compiled and is 3 now"):
         loaded(x)
 
 
