@@ -53,7 +53,7 @@ from cgtool.store.units import UnitStore
 _log = logging.getLogger(__name__)
 
 #: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
-BUILD_VERSION = 9
+BUILD_VERSION = 10
 #: How many units are begun with before it is known what else there is to compile; each has a thread that waits.
 _MOST_BEGUN = 64
 #: What a piece is given to when an adaptor does not take it; all others are followed by `eager`.
