@@ -270,10 +270,8 @@ class _Question:
         """Wait for the answer and return it."""
         with self._lock:
             if not self._is_answered:
-                process, self._process = (
-                    self._process or _start(self._program),
-                    None,
-                )  # asked again where a wait was interrupted
+                # asked again where a wait was interrupted
+                process, self._process = self._process or _start(self._program), None
                 self._answer = None if process is None else _said_by(process)
                 self._is_answered = True
             return self._answer
