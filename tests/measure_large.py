@@ -6,7 +6,7 @@ Needs a CUDA device. Each way is a process of its own, with no GPU beside it. Co
 torch's, for torch.compile at one static shape (its first call, without imports and the model's build) and for
 `cgtool warm hf:...` (the whole command). Ready: from the built model to the end of the first call, a sync included;
 the ways take turns. A step is that of one token without a key-value cache. All packages have their bytecode, as where
-pip installs them: without it, importing torch and Inductor takes a process 15 s instead of 4.
+pip installs them: without it, importing torch and Inductor takes a process 15 s instead of 5.
 """
 
 from __future__ import annotations

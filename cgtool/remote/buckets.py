@@ -88,6 +88,7 @@ class BucketStore:
         with self._asked_to(f"write {path}"):
             try:
                 if if_absent:
+                    # a store that does not know whether there is one replaces it
                     with contextlib.suppress(exceptions.NotSupportedError, NotImplementedError):
                         _heard(obstore.put, self._store, path, body, mode="create", use_multipart=False)
                         return True
