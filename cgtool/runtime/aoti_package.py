@@ -298,9 +298,10 @@ def _remove_all() -> None:
 def _open_archive(package: Package, device_index: int | None) -> Any:
     data = archive_with_source(package)
     with _unpacking, _in_memory(data) as path:
-        before = _unpacked_folders()
+        kept = bool(package.kernels)  # torch reads them when they first run; code that is mapped needs no file
+        before = set() if kept else _unpacked_folders()
         loader = _open_on_disk(data, device_index) if path is None else private.open_package(path, device_index)
-        if not package.kernels:  # which torch reads when they first run; code that is mapped needs no file
+        if not kept:
             for folder in _unpacked_folders() - before:
                 shutil.rmtree(folder, ignore_errors=True)
     return loader
