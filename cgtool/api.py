@@ -74,6 +74,7 @@ def load(
 
     Raises:
         UsageError: `otherwise` would have to compile, or there is no such `cache`.
+        ConfigError: `config` is no configuration.
         ModelError: It is no model, or none that has such a cache.
         CacheMissError: No entry fits; `reasons` says why, the most telling first.
         RefusedError: An entry fits, and is not signed as it must be, or others own it or may write to it.
@@ -84,8 +85,11 @@ def load(
         GuardError: A tensor of the model is of another make than when it was compiled.
         RemoteError: A store that is required fails.
     """
-    if config is not None and _compiles_nothing(config):
-        return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
+    if config is not None:
+        from cgtool.config import checked_config  # most programs give none
+
+        if _compiles_nothing(checked_config(config)):
+            return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
     if environment().disable_cache or (config is not None and config.disable_cache):
         msg = (
             "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be loaded from it. "
@@ -157,6 +161,8 @@ def _checked(module: Any) -> nn.Module:
         why = "TorchScript has its own code, which Dynamo does not trace: hand over the model that it was made from"
     elif "_orig_mod" in module.__dict__.get("_modules", ()):
         why = "torch.compile would compile it once more: hand over the model itself, its _orig_mod"
+    elif isinstance(module, nn.parallel.DistributedDataParallel):
+        why = "It is for training, and Dynamo does not trace what it does around a call: hand over its module"
     else:
         model: nn.Module = module
         return model
@@ -246,6 +252,7 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
 
     Raises:
         UsageError: A static cache comes with an example, with `dynamic`, or with an `otherwise` that compiles.
+        ConfigError: `config` is no configuration.
         ModelError: It is no model, or the example does not fit it.
         TraceError: The model cannot be traced, or not be kept as data.
         SplitError: The graph cannot be split.
@@ -253,9 +260,10 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
         CacheError: The cache cannot be read or written.
         RemoteError: A store that is required fails.
     """
-    from cgtool.config import CompilationConfig  # what only loads needs it where it is given one
+    from cgtool.config import CompilationConfig, checked_config  # what only loads needs it where it is given one
 
-    config = CompilationConfig.from_variables(environment().variables) if config is None else config
+    variables = environment().variables
+    config = CompilationConfig.from_variables(variables) if config is None else checked_config(config)
     if _compiles_nothing(config):
         return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
     if cache is not None:

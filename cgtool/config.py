@@ -447,6 +447,20 @@ def resolve_capture_sizes(config: CompilationConfig) -> tuple[int, ...]:
     return default_capture_sizes(sizes[0]) if len(sizes) == 1 else sizes
 
 
+def checked_config(given: object) -> CompilationConfig:
+    """Return what a caller gave as a configuration.
+
+    Raises:
+        ConfigError: It is something else, such as torch.compile's options.
+    """
+    if isinstance(given, CompilationConfig):
+        return given
+    kind = type(given).__qualname__
+    advice = " CompilationConfig.from_mapping makes one of it." if isinstance(given, Mapping) else ""
+    msg = f"config is of the type {kind}. Give a cgtool.CompilationConfig.{advice}"
+    raise ConfigError(msg, path="config", expected="CompilationConfig", actual=kind)
+
+
 def resolve_compile_sizes(config: CompilationConfig) -> tuple[CompileSize, ...]:
     """Return the concrete sizes to compile: integers in rising order, each once, then mappings.
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cgtool.api import compile as compile_model
-from cgtool.config import CompilationConfig
+from cgtool.config import CompilationConfig, checked_config
 from cgtool.config_values import CompilationLevel
 from cgtool.errors import UsageError
 from cgtool.host import environment
@@ -81,13 +81,14 @@ def support_torch_compile(
 
     Raises:
         UsageError: `forward` has no such argument, or none whose dimension changes.
+        ConfigError: `config` is no configuration.
 
     Source: the decorator of that name in ATOM and vLLM.
     """
     decorate = functools.partial(
         _decorated,
         dynamic=dynamic_arg_dims,
-        config=config,
+        config=None if config is None else checked_config(config),
         cache_dir=cache_dir,
         prefix=prefix,
         otherwise=otherwise,

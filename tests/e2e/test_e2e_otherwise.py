@@ -20,7 +20,7 @@ import torch
 
 import cgtool
 from cgtool import CacheMissError, CompilationConfig, GuardError, counters, support_torch_compile
-from cgtool.errors import ModelError, TraceError, UsageError
+from cgtool.errors import ConfigError, ModelError, TraceError, UsageError
 from cgtool.runtime.otherwise import MOST_WARMS
 
 pytestmark = pytest.mark.torch
@@ -306,6 +306,28 @@ def test_what_is_no_model_is_refused_with_a_sentence(made, model, tmp_path, made
     for use in (lambda given: made(given, "raise"), lambda given: cgtool.load(given, cache_dir=tmp_path)):
         with pytest.raises(ModelError, match=re.escape(said)):
             use(made_of(model))
+
+
+def test_a_wrapper_that_trains_is_refused_with_a_word_for_what_is_in_it(model, tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        for use in (cgtool.load, cgtool.compile):
+            with pytest.raises(ModelError, match="hand over its module"):
+                use(wrapped, cache_dir=tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", [{"adaptor": "eager"}, "eager"], ids=["a dict", "a name"])
+def test_what_is_no_configuration_is_refused_with_a_sentence(model, tmp_path, given):
+    for use in (
+        lambda: cgtool.load(model, config=given, cache_dir=tmp_path),
+        lambda: cgtool.compile(model, config=given, cache_dir=tmp_path),
+        lambda: support_torch_compile(Model, dynamic_arg_dims={"x": 0}, config=given),
+    ):
+        with pytest.raises(ConfigError, match=f"config is of the type {type(given).__name__}. Give a cgtool.Comp"):
+            use()
 
 
 def test_arguments_without_names_cannot_be_dynamic(tmp_path):
