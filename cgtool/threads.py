@@ -6,6 +6,9 @@ network keeps them.
 
 from __future__ import annotations
 
+import errno
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -21,9 +24,12 @@ beside_calls: ContextVar[bool] = ContextVar("beside_calls", default=False)
 _HEARING_SECS = 0.2
 
 
-def outcome(result: AsyncResult[_Found]) -> _Found:
-    """Wait for a call's result and return it, or raise what the call raised."""
+def outcome(result: AsyncResult[_Found], secs: float = math.inf) -> _Found:
+    """Wait for a call's result and return it, or raise what the call raised; TimeoutError after so many seconds."""
+    until = time.monotonic() + secs
     while not result.ready():
+        if time.monotonic() > until:
+            raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
         result.wait(_HEARING_SECS)
     return result.get()
 

@@ -7,8 +7,10 @@ name, and the role of the machine. Profiles of AWS (`~/.aws/credentials`) are re
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
@@ -22,10 +24,13 @@ from obstore.store import from_url
 
 from cgtool.errors import RemoteError, UsageError
 from cgtool.host import variables_now
+from cgtool.remote.pace import Pace
 from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
 from cgtool.threads import outcome
 
 _MOST_SAID = 300
+#: What comes of a body in so long is handed on, so that a wait for it is a wait for one packet.
+_GATHERED_SECS = 1.0
 _DENIALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
 #: A listing that is denied is any error to obstore.
 _DENIED = re.compile(r"status code: 40[13]\b")
@@ -72,16 +77,16 @@ class BucketStore:
         options = {"range": {"offset": start}} if start else None
         with self._asked_to(f"read {path}"):
             try:
-                found = _heard(obstore.get, self._store, path, options=options)
+                found = _heard(obstore.get, self._store, path, options=options, secs=SILENCE_SECS)
             except FileNotFoundError:
                 return None
         return self._chunks(found, path)
 
     def _chunks(self, found: Any, path: str) -> Iterator[bytes]:
         with self._asked_to(f"read {path}"):
-            chunks = found.stream(min_chunk_size=CHUNK_BYTES)
-            while (chunk := _heard(next, chunks, None)) is not None:
-                yield bytes(chunk)
+            packets, pace = found.stream(min_chunk_size=1), Pace()
+            while chunk := _heard(_chunk, packets, pace, secs=SILENCE_SECS):
+                yield chunk
 
     def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
         """See `Store`."""
@@ -101,7 +106,7 @@ class BucketStore:
         """See `Store`."""
         with self._asked_to(f"look for {path}"):
             try:
-                return int(_heard(obstore.head, self._store, path)["size"])
+                return int(_heard(obstore.head, self._store, path, secs=SILENCE_SECS)["size"])
             except FileNotFoundError:
                 return None
 
@@ -109,14 +114,14 @@ class BucketStore:
         """See `Store`."""
         with self._asked_to(f"list {folder}"):
             found = obstore.list(self._store, folder)
-            while (some := _heard(next, found, None)) is not None:
+            while (some := _heard(next, found, None, secs=SILENCE_SECS)) is not None:
                 for one in some:
                     yield Item(one["path"], one["size"], one["last_modified"].timestamp())
 
     def delete(self, path: str) -> None:
         """See `Store`."""
         with self._asked_to(f"remove {path}"), contextlib.suppress(FileNotFoundError):
-            _heard(obstore.delete, self._store, path)
+            _heard(obstore.delete, self._store, path, secs=SILENCE_SECS)
 
     @contextlib.contextmanager
     def _asked_to(self, do: str) -> Iterator[None]:
@@ -158,16 +163,32 @@ def _profile(url: str) -> dict[str, Any]:
         raise UsageError(message, path=url) from error
 
 
-def _heard(ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Ask from a thread, so that Ctrl-C ends the wait: Rust hears no signal, and the main thread does meanwhile."""
-    if threading.current_thread() is not threading.main_thread():
+def _heard(ask: Callable[..., Any], *arguments: Any, secs: float = math.inf, **options: Any) -> Any:
+    """Ask from a thread, so that Ctrl-C and a limit of time end the wait: Rust hears no signal, and waits on."""
+    if math.isinf(secs) and threading.current_thread() is not threading.main_thread():
         return ask(*arguments, **options)
     with ThreadPool(1) as pool:
-        return outcome(pool.apply_async(ask, arguments, options))
+        return outcome(pool.apply_async(ask, arguments, options), secs)
+
+
+def _chunk(packets: Iterator[Any], pace: Pace) -> bytes:
+    """Return what comes next of a body, in a second or up to `CHUNK_BYTES`; nothing at its end."""
+    found = bytearray()
+    now = began = time.monotonic()
+    while len(found) < CHUNK_BYTES and now < began + _GATHERED_SECS:
+        packet = next(packets, None)
+        if packet is None:
+            break
+        found += packet
+        before, now = now, time.monotonic()
+        pace.heard(len(packet), now - before)
+    return bytes(found)
 
 
 def _said(error: Exception) -> str:
     """Return the store's own words, else an error's first line; queries of URLs, which may be signed, are cut off."""
+    if isinstance(error, TimeoutError):
+        return str(error.strerror)
     text = str(error).partition("\n\nDebug source")[0].strip() or type(error).__name__
     if (answered := _ANSWERED.search(text)) is not None:
         text = ": ".join(answered.groups())

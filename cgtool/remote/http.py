@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import re
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
@@ -24,6 +25,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from cgtool.errors import RemoteError
+from cgtool.remote.pace import paced
 from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
 
 #: Answers after which the same request may succeed.
@@ -35,12 +37,25 @@ _PROPFIND = (
     "</propfind>"
 )
 _LINK = re.compile(r'<a\s[^<>]*?href="([^"?#]+)"', re.IGNORECASE)
+_QUERY = re.compile(r"\?\S+")
 #: The most that an answer may come to which is held in memory: hundreds of thousands of files in one folder.
 _MOST_HELD_BYTES = 64 * 2**20
 #: The folders of a store lie in one another less often.
 _MOST_FOLDERS = 4
 #: Larger numbers are of no file.
 _MOST_DIGITS = 18
+
+
+class _WithoutQueries(logging.Filter):
+    """Cuts off the queries of URLs, which may hold tokens, from what urllib3 says of its attempts."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(_QUERY.sub("?…", one) if isinstance(one, str) else one for one in record.args)
+        return True
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_WithoutQueries())
 
 
 class _Retry(Retry):  # type: ignore[misc]  # Any, for extras are not looked into
@@ -53,9 +68,24 @@ class _Retry(Retry):  # type: ignore[misc]  # Any, for extras are not looked int
             response.close()
         return left
 
+    def get_retry_after(self, response: Any) -> float | None:
+        """Return for how long a server asks to be left alone, as far as it says so in a form that means something."""
+        try:
+            wait: float | None = super().get_retry_after(response)
+        except (HTTPError, ValueError, OverflowError):  # words, 5,000 digits, a date of the year 99999
+            return None
+        return wait
+
 
 class _Adapter(HTTPAdapter):  # type: ignore[misc]  # as above
     """Waits for no answer for ever, and for a slow one long enough; holds none that has no end."""
+
+    def get_connection_with_tls_context(self, *known: Any, **more: Any) -> Any:
+        """Return a pool of connections whose answers are not endlessly slow."""
+        pool = super().get_connection_with_tls_context(*known, **more)
+        if "ConnectionCls" not in vars(pool):
+            pool.ConnectionCls = paced(pool.ConnectionCls)
+        return pool
 
     def send(self, request: Any, stream: bool = False, **more: Any) -> Any:
         """Send a request with limits of time and of memory, whoever made it.
@@ -115,7 +145,7 @@ def _inner(error: BaseException) -> BaseException | None:
 
 
 class HttpStore:
-    """See `cgtool.remote.stores.Store`; the URL of its folder may hold user and password."""
+    """See `cgtool.remote.stores.Store`; the URL of its folder may hold user and password, or a token in a query."""
 
     caveat = ""
     _login = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."
@@ -125,6 +155,7 @@ class HttpStore:
         parts = urlsplit(url)
         self.url = shown(url)
         self._host = self.url[: len(self.url) - len(urlsplit(self.url).path)]
+        self._query = parts.query and f"?{parts.query}"
         self._session = patient(requests.Session())
         self._session.headers["Accept-Encoding"] = "identity"
         if parts.username is not None:
@@ -159,9 +190,9 @@ class HttpStore:
         headers = {"If-None-Match": "*"} if if_absent else {}
         answer = self._put(path, body, headers)
         if answer.status_code in (_CONFLICT, *_MISSING):  # WebDAV wants the folders made first
-            top, *names = self._place(path).removeprefix(self._host).split("/")[:-1]
+            top, *names = self._address(path).removeprefix(self._host).split("/")[:-1]
             for depth in range(len(names)):
-                self._request("MKCOL", self._host + "/".join([top, *names[: depth + 1], ""]))
+                self._request("MKCOL", self._host + "/".join([top, *names[: depth + 1], ""]) + self._query)
             answer = self._put(path, body, headers)
         if if_absent and answer.status_code == _EXISTS:
             return False
@@ -235,7 +266,7 @@ class HttpStore:
                 "their whole hash, or switch on WebDAV or an index of the folder at the server."
             )
             raise RemoteError(message, path=self.url, actual=answer.status_code)
-        base = self._place(f"{folder}/")
+        base = self._address(f"{folder}/")
         for link in _LINK.findall(answer.content.decode("utf-8", "replace")):
             try:
                 place = unquote(urljoin(base, link))
@@ -245,8 +276,11 @@ class HttpStore:
             if place.startswith(unquote(base)) and name.rstrip("/") and "/" not in name.rstrip("/"):
                 yield Item(f"{folder}/{name.rstrip('/')}", 0, 0.0), name.endswith("/")
 
-    def _place(self, path: str) -> str:
+    def _address(self, path: str) -> str:
         return f"{self.url}/{quote(path)}"
+
+    def _place(self, path: str) -> str:
+        return self._address(path) + self._query
 
     def _ask(self, method: str, path: str, **more: Any) -> requests.Response:
         return self._request(method, self._place(path), **more)

@@ -146,6 +146,35 @@ def stream(store: Store, path: str, size_bytes: int) -> Iterator[bytes]:
     raise failed or RemoteError(message, path=store.url, expected=size_bytes, actual=done)
 
 
+def whole(store: Store, path: str, *, most: int) -> Iterator[bytes]:
+    """Yield the bytes of a file that must be there, up to where an answer ends well.
+
+    Its size is not asked for: a server may say any, and a URL that was signed for reading allows nothing else.
+
+    Raises:
+        RemoteError: It is missing, or the store fails each time.
+        RefusedError: It has more than `most` bytes.
+    """
+    done = 0
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            pause(attempt)
+        chunks = store.get(path, done)
+        if chunks is None:
+            raise RemoteError(f"There is no {path} in {store.url}. Name a file that is there.", path=store.url)
+        try:
+            for chunk in chunks:
+                done += len(chunk)
+                if done > most:
+                    raise refused("too_large", f"has more than {most} bytes", expected=most)
+                yield chunk
+        except RemoteError:
+            if attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return
+
+
 def read(store: Store, path: str, *, most: int) -> bytes | None:
     """Return the bytes of a file that may be there.
 

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from msgspec.structs import replace
 
@@ -24,10 +25,11 @@ from cgtool.events import Event, OnEvent, Phase, ignore
 from cgtool.plan.grammar import Record
 from cgtool.remote.entries import AT_ONCE, in_cache, indexes, open_bundle
 from cgtool.remote.sending import kept_signature, send_entry
-from cgtool.remote.stores import Store, open_store, shown, stream
+from cgtool.remote.stores import Store, open_store, shown, whole
 from cgtool.store import signatures
 from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.unpack import OnMember
+from cgtool.store.bundle_index import Limits
 from cgtool.store.layout import CacheLayout, short
 from cgtool.threads import in_parallel
 from cgtool.toolkit.bundle.choose import Choice
@@ -260,26 +262,25 @@ def export_to(url: str, **options: Any) -> ExportReport:
     return replace(report, dest=shown(url))
 
 
-def import_from(url: str, **options: Any) -> ImportReport:
+def import_from(url: str, *, max_bytes: int = Limits().max_bytes, **options: Any) -> ImportReport:
     """Take a bundle in as `import` does, from one file of a store.
 
     Raises:
         RemoteError: The store fails, or has no such file; and as `import_bundle`.
     """
     store, name = _file_of(url)
-    size = store.size(name)
-    if size is None:
-        raise RemoteError(f"There is no {shown(url)}. Name a file that `cgtool export` wrote.", path=shown(url))
     with tempfile.NamedTemporaryFile(prefix="cgtool-import-") as file:
-        file.writelines(stream(store, name, size))
+        # Packed it is hardly larger than what it holds and the index.
+        file.writelines(whole(store, name, most=max_bytes + Limits().max_index_bytes))
         file.flush()
-        return replace(import_bundle(Path(file.name), **options), source=shown(url))
+        return replace(import_bundle(Path(file.name), max_bytes=max_bytes, **options), source=shown(url))
 
 
 def _file_of(url: str) -> tuple[Store, str]:
-    """The store that a file lies in, and its name there."""
+    """The store that a file lies in, and its name there; the query of a URL that was signed is the store's."""
     if url.startswith("oci://"):
         message = "A registry has no bundles. Take entries with cgtool pull, or copy them out of the image."
         raise UsageError(message, path=shown(url))
-    folder, _, name = url.rpartition("/")
-    return open_store(folder), name
+    place, mark, query = url.partition("?") if url.startswith(("http://", "https://")) else (url, "", "")
+    folder, _, name = place.rpartition("/")
+    return open_store(folder + mark + query), unquote(name)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,14 +15,15 @@ from typing import NamedTuple
 import pytest
 from cache_maker import lay_entry
 from cli_harness import run
-from remote_servers import FaultyServer, answering, served
+from remote_servers import FaultyServer, answering, for_s3, served
 
 pytest.importorskip("requests", reason="requests is not installed")
 
 from cgtool.errors import RemoteError
 from cgtool.plan.grammar import sha256_hex
+from cgtool.remote import http, pace
 from cgtool.remote.remotes import Remotes
-from cgtool.remote.stores import open_store
+from cgtool.remote.stores import open_store, read
 from cgtool.store.artifacts import Origin
 from cgtool.store.bundle_index import Index, Limits, parse_index
 from cgtool.store.files import seal
@@ -69,6 +71,123 @@ def saying(**answers: Answer) -> Iterator[tuple[str, list[int]]]:
 
     with served(FaultyServer(Path(), answering(answer))) as server:
         yield server.url, sent
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Half a second instead of half a minute, for what must not wait for ever."""
+    for module, names in ((pace, ("WINDOW_SECS", "HEAD_SECS")), (http, ("SILENCE_SECS",))):
+        for name in names:
+            monkeypatch.setattr(module, name, 0.5)
+
+
+def drip(start: bytes, each: bytes) -> type:
+    """A server that says something ten times a second, and comes to no end."""
+
+    def answer(handler) -> None:
+        handler.sent()
+        handler.wfile.write(start)
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                handler.wfile.write(each)
+                handler.wfile.flush()
+                time.sleep(0.1)
+
+    return answering(answer)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+OF_A_BUCKET = OK + b'Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\nETag: "x"\r\n'
+
+
+@pytest.mark.parametrize(
+    ("start", "each", "said"),
+    [
+        pytest.param(OK + b"Content-Length: 999\r\n\r\n", b"x", "too slow: [0-9]+ bytes", id="a body"),
+        pytest.param(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n", "too slow: ", id="chunks"),
+        pytest.param(b"", b"H", "too slow: the headers", id="a status"),
+        pytest.param(OK, b"A: b\r\n", "too slow: the headers", id="headers"),
+        pytest.param(b"", b"HTTP/1.1 100 Continue\r\n\r\n", "too slow: the headers", id="nothing yet"),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_drips_is_given_up(start, each, said):
+    with served(FaultyServer(Path(), drip(start, each))) as server, pytest.raises(RemoteError, match=said):
+        read(open_store(server.url), "one", most=1000)
+
+
+@pytest.mark.parametrize(
+    ("start", "each", "said"),
+    [
+        pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\n", b"x", "too slow: [0-9]+ bytes", id="a body"),
+        pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\nx", b"", "no answer in time", id="and no more"),
+        pytest.param(b"", b"", "no answer in time", id="nothing"),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_a_bucket_that_drips_is_given_up(monkeypatch, start, each, said):
+    buckets = pytest.importorskip("cgtool.remote.buckets", reason="obstore is not installed")
+    monkeypatch.setattr(buckets, "SILENCE_SECS", 0.5)
+    with served(FaultyServer(Path(), drip(start, each))) as server:
+        for_s3(monkeypatch, server.url)
+        with pytest.raises(RemoteError, match=said):
+            read(open_store("s3://models/cgtool"), "one", most=1000)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slow_reader_is_no_slow_server():
+    with saying(GET=Answer(200, bytes(4 * 2**20))) as (url, _):
+        chunks = open_store(url).get("one")
+        num_bytes = 0
+        for chunk in chunks:
+            num_bytes += len(chunk)
+            time.sleep(0.3)
+    assert num_bytes == 4 * 2**20
+
+
+@pytest.mark.parametrize("said", ["soon", "-5", NINES, "Thu, 01 Jan 99999999999999 00:00:00 GMT", "Fri, 99 Foo"])
+def test_a_wait_that_means_nothing_is_not_waited_for(said):
+    def answer(handler) -> None:
+        handler.answer(*((b"it", 200) if seen else (b"", 503)), Retry_After=said)
+        seen.append(said)
+
+    seen: list[str] = []
+    with served(FaultyServer(Path(), answering(answer))) as server:
+        assert read(open_store(server.url), "one", most=2) == b"it"
+
+
+def test_a_bundle_is_cut_off_at_the_size_that_is_taken(tmp_path):
+    pretends = Answer(200, b"", {"Content-Length": "9" * 18})
+    with saying(HEAD=pretends, GET=Answer(200, None)) as (url, sent):
+        ran = run("import", f"{url}/x.tar.zst", "--trust", "--max-size", "0.01", "--cache-dir", tmp_path, "--json")
+    assert (ran.code, ran.report["error"]["reason"]) == (3, "too_large"), ran.err
+    assert sum(sent) < ENDLESS_BYTES / 2
+
+
+def test_a_url_that_was_signed_is_used_as_it_is_and_its_query_is_never_shown(tmp_path):
+    """As S3 signs them: for one method and one object, with the query."""
+    query, stored = "X-Amz-Credential=a/b%2Fc&X-Amz-Signature=s3cret", {}
+
+    def answer(handler) -> None:
+        body, (place, _, asked) = handler.sent(), handler.path.partition("?")
+        if handler.command not in ("GET", "PUT") or asked != query:
+            handler.answer(b"", 403)
+        elif handler.command == "PUT":
+            stored[place] = body
+            handler.answer(b"", 200)
+        else:
+            handler.answer(*((stored[place], 200) if place in stored else (b"", 404)))
+
+    hash_ = lay_entry(tmp_path / "cache", seed=31)
+    with served(FaultyServer(Path(), answering(answer))) as server:
+        url = f"{server.url}/models/my%20model.tar.zst?{query}"
+        made = run("export", url, "--cache-dir", tmp_path / "cache", "-v")
+        taken = run("import", url, "--trust", "--any-machine", "--cache-dir", tmp_path / "to", "-v")
+        other = run("import", url.replace("my", "no"), "--trust", "--cache-dir", tmp_path / "to", "-v")
+    down = run("import", url, "--trust", "--cache-dir", tmp_path / "to", "-v")
+    assert (made.code, taken.code, other.code, down.code) == (0, 0, 1, 1), (made.err, taken.err, other.err)
+    assert (list(stored), CacheLayout(root=tmp_path / "to").hashes()) == (["/models/my%20model.tar.zst"], [hash_])
+    assert not any("s3cret" in ran.out + ran.err for ran in (made, taken, other, down))
 
 
 def listing(href: str, more: str = "", encoding: str = "utf-8") -> bytes:
