@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: `Otherwise`, which most programs do without.
+_OTHERWISE = ("raise", "eager", "warm", "background")
+
 
 def load(
     module: Any,
@@ -96,6 +99,7 @@ def load(
             "Switch it on, or call cgtool.compile, which compiles in this process then."
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
+    check_otherwise(otherwise)
     if otherwise not in {"raise", "eager"}:
         msg = f"cgtool.load compiles nothing, so otherwise={otherwise!r} is not for it: call cgtool.compile."
         raise UsageError(msg, path="otherwise", expected=["raise", "eager"], actual=otherwise)
@@ -128,6 +132,17 @@ def _static_cache(cache: str) -> Any:
     return static_cache
 
 
+def check_otherwise(given: object) -> None:
+    """Check what was given as `otherwise`.
+
+    Raises:
+        UsageError: There is no such way.
+    """
+    if given not in _OTHERWISE:
+        msg = f"otherwise is {given!r}; it is one of {', '.join(map(repr, _OTHERWISE))}."
+        raise UsageError(msg, path="otherwise", expected=_OTHERWISE, actual=given)
+
+
 def _any_call(module: Any, method: str, otherwise: Otherwise, **more: Any) -> AnyCall:
     # Most programs have every other call refused.
     from cgtool.runtime._torch import eager_call
@@ -135,6 +150,21 @@ def _any_call(module: Any, method: str, otherwise: Otherwise, **more: Any) -> An
 
     own = getattr(module, method)
     return AnyCall(module, eager_call(module) if method == "forward" else own, own.__qualname__, otherwise, **more)
+
+
+def _example(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an example call; a UsageError where it is written as something else, such as the tensor itself."""
+    args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
+    if not isinstance(args, (tuple, list)):
+        msg = (
+            f"example_args is of the type {type(args).__qualname__}. Give a tuple, such as (x,) for the call model(x)."
+        )
+        raise UsageError(msg, path="example_args", expected="tuple", actual=type(args).__qualname__)
+    if not isinstance(kwargs, Mapping):
+        kind = type(kwargs).__qualname__
+        msg = f'example_kwargs is of the type {kind}. Give a dict, such as {{"x": x}} for the call model(x=x).'
+        raise UsageError(msg, path="example_kwargs", expected="dict", actual=kind)
+    return tuple(args), dict(kwargs)
 
 
 def _part(module: Any, prefix: str | None) -> tuple[Any, str, str]:
@@ -251,7 +281,8 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
         the model, as `load` returns it. At level 0, `module` itself.
 
     Raises:
-        UsageError: A static cache comes with an example, with `dynamic`, or with an `otherwise` that compiles.
+        UsageError: The example or `dynamic` is not of that form, there is no such `otherwise`, or a static cache comes
+            with one of the three.
         ConfigError: `config` is no configuration.
         ModelError: It is no model, or the example does not fit it.
         TraceError: The model cannot be traced, or not be kept as data.
@@ -264,6 +295,7 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
 
     variables = environment().variables
     config = CompilationConfig.from_variables(variables) if config is None else checked_config(config)
+    check_otherwise(otherwise)
     if _compiles_nothing(config):
         return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
     if cache is not None:
@@ -291,7 +323,7 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     maker = _Maker(spec, config=config, cache_dir=cache_dir)
     if example_args is None and example_kwargs is None:
         return _any_call(module, method, otherwise, warm=maker.make)
-    loaded = maker.make(tuple(example_args or ()), dict(example_kwargs or {}))
+    loaded = maker.make(*_example(example_args, example_kwargs))
     return loaded if otherwise == "raise" else _any_call(module, method, otherwise, loaded=loaded, warm=maker.make)
 
 

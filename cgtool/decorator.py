@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from cgtool.api import check_otherwise
 from cgtool.api import compile as compile_model
 from cgtool.config import CompilationConfig, checked_config
 from cgtool.config_values import CompilationLevel
@@ -105,6 +106,10 @@ def _decorated(
     prefix: str,
     otherwise: Otherwise,
 ) -> type[nn.Module]:
+    check_otherwise(otherwise)
+    _check_class(cls)
+    if dynamic is not None:
+        _check_dims(dynamic)
     wanted = _tensor_arguments(cls.forward) if dynamic is None else dynamic
     unknown = set(wanted) - set(inspect.signature(cls.forward).parameters)
     if unknown or not wanted:
@@ -194,6 +199,23 @@ def _is_tensor(hint: Any) -> bool:
     if typing.get_origin(hint) in {typing.Union, types.UnionType}:
         return set(typing.get_args(hint)) == {torch.Tensor, type(None)}
     return hint is torch.Tensor
+
+
+def _check_class(given: Any) -> None:
+    if not isinstance(given, type):
+        kind = type(given).__qualname__
+        msg = f"support_torch_compile is for a class of models, and this is a {kind}: cgtool.compile takes a model."
+        raise UsageError(msg, path="cls", expected="type", actual=kind)
+
+
+def _check_dims(given: Any) -> None:
+    form = '{"x": 0}, {"x": [0, 1]} or {"x": {0: "name"}}'
+    if not isinstance(given, Mapping):
+        raise UsageError(f"dynamic_arg_dims is {given!r}; write {form}.", path="dynamic_arg_dims", actual=given)
+    for name, dims in given.items():
+        listed = (dims,) if isinstance(dims, int) else dims if isinstance(dims, (Sequence, Mapping)) else (None,)
+        if not all(type(dim) is int for dim in listed):
+            raise UsageError(f"dynamic_arg_dims[{name!r}] is {dims!r}; write {form}.", path=name, actual=dims)
 
 
 def _named_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any]) -> DynamicDims:

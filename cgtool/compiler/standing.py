@@ -24,6 +24,7 @@ from cgtool.runtime.find import Found
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Manifest, VariantCounts
+from cgtool.trace.examples import Dims
 
 #: How far an example argument is looked into.
 _MAX_DEPTH = 3
@@ -31,6 +32,7 @@ _MAX_DEPTH = 3
 
 def calls_of(spec: ModelSpec) -> Json:
     """Return what the example calls are, without their tensors' values; by position or by name is one call."""
+    Dims.of(spec.dynamic)  # a UsageError where it is of another form
     dynamic = {
         parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
         for parameter, dims in spec.dynamic.items()

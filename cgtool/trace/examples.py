@@ -17,7 +17,7 @@ from cgtool.errors import ModelError, UsageError
 from cgtool.graph._torch import share_storage
 from cgtool.guards._torch import is_view
 from cgtool.guards.signature import CallSignature
-from cgtool.model import DynamicDims, ExampleCall
+from cgtool.model import ExampleCall
 from cgtool.trace import _torch as private
 
 #: The smallest size that Dynamo keeps symbolic.
@@ -54,17 +54,21 @@ class Dims:
     places: tuple[Place, ...]
 
     @classmethod
-    def of(cls, dynamic: DynamicDims) -> Dims:
-        """Read `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
+    def of(cls, dynamic: Any) -> Dims:
+        """Read what a user wrote as `DynamicDims`: `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
 
         Raises:
             UsageError: A name, bound or dimension is not of that form, or bounds of one name differ.
         """
+        if not isinstance(dynamic, Mapping):
+            msg = f'dynamic is {dynamic!r}; write {{"argument": {{0: "name"}}}}, with the index of each dimension.'
+            raise UsageError(msg, path="dynamic", actual=dynamic)
         by_name: dict[str, DynamicDim] = {}
         places: list[Place] = []
         for parameter, dims in dynamic.items():
             if not isinstance(dims, Mapping):
-                raise _no_dim(parameter, "...", dims)
+                msg = f'dynamic[{parameter!r}] is {dims!r}; write {{0: "name"}}, with the index of each dimension.'
+                raise UsageError(msg, path=parameter, actual=dims)
             for dim, spec in dims.items():
                 read = _read_dim(parameter, dim, spec)
                 known = by_name.get(read.name)

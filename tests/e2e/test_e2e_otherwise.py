@@ -330,6 +330,40 @@ def test_what_is_no_configuration_is_refused_with_a_sentence(model, tmp_path, gi
             use()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"example_args": rows(1)}, "example_args is of the type Tensor. Give a tuple"),
+        ({"example_kwargs": [rows(1)]}, "example_kwargs is of the type list. Give a dict"),
+        ({"dynamic": True}, 'dynamic is True; write {"argument": {0: "name"}}'),
+        ({"dynamic": {"x": 0}}, "dynamic['x'] is 0; write {0: \"name\"}"),
+        ({"dynamic": {"x": {0: 3}}}, "dynamic['x'][0] is 3; write a dimension's index and its name"),
+        ({"otherwise": "egaer"}, "otherwise is 'egaer'; it is one of 'raise', 'eager', 'warm', 'background'"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_what_is_written_in_another_form_is_refused_with_the_form(made, model, tmp_path, given, said):
+    made(model, "raise")  # an entry that fits must be no way around
+    asked = {"example_args": (rows(1),), "config": CONFIG, "cache_dir": tmp_path, **given}
+    with pytest.raises(UsageError, match=re.escape(said)):
+        cgtool.compile(model, **asked)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "said"),
+    [
+        (Model, {"dynamic_arg_dims": ["x"]}, "dynamic_arg_dims is ['x']; write"),
+        (Model, {"dynamic_arg_dims": {"x": "n"}}, "dynamic_arg_dims['x'] is 'n'; write"),
+        (Model, {"dynamic_arg_dims": {"x": 0}, "otherwise": "egaer"}, "otherwise is 'egaer'"),
+        (Model(), {"dynamic_arg_dims": {"x": 0}}, "for a class of models, and this is a Model: cgtool.compile takes"),
+    ],
+    ids=["a list", "a name", "otherwise", "a model"],
+)
+def test_a_decorator_says_at_once_what_it_does_not_take(cls, given, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        support_torch_compile(cls, **given)
+
+
 def test_arguments_without_names_cannot_be_dynamic(tmp_path):
     def total(*terms):
         return terms[0] + terms[1]

@@ -100,7 +100,7 @@ def test_what_is_no_dimension_is_a_sentence(dynamic):
     if dynamic == {"x": {0: ["n"]}}:  # as JSON has no tuples
         assert Dims.of(dynamic).by_name["n"].min == 1
         return
-    with pytest.raises(UsageError, match=r"dynamic\['x'\].*write a dimension's index and its name"):
+    with pytest.raises(UsageError, match=r"dynamic\['x'\].* is .*; write .*index"):
         Dims.of(dynamic)
 
 
