@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cgtool.errors import ModelError
+
 #: parameter -> dimension -> name, or (name, min, max)
 DynamicDims = Mapping[str, Mapping[int, "str | tuple[str, int, int | None]"]]
 
@@ -21,11 +23,20 @@ class ExampleCall:
         args: Positional arguments, without the module itself.
         kwargs: Keyword arguments.
         name: How people call it: "prefill", "decode", ...
+
+    Raises:
+        ModelError: One of them is of another type.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = "default"
+
+    def __post_init__(self) -> None:
+        """Refuse a tensor in the tuple's place, and the like."""
+        _check(self, "args", (tuple, list), "a tuple, such as (x,)")
+        _check(self, "kwargs", Mapping, 'a dict, such as {"x": x}')
+        _check(self, "name", str, "a string")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,9 @@ class ModelSpec:
             alone, with a note; it is an error otherwise.
         serving: How it is served, for `cgtool check`.
         notes: What its author tells the user of it as it is warmed, a sentence each.
+
+    Raises:
+        ModelError: One of them is of another type.
     """
 
     module: Any
@@ -75,3 +89,29 @@ class ModelSpec:
     static_where_fixed: bool = False
     serving: Serving | None = None
     notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what is of another type; what `dynamic` says is read where the model is."""
+        _check(self, "calls", (tuple, list), "a list of cgtool.ExampleCall")
+        for call in self.calls:
+            if not isinstance(call, ExampleCall):
+                raise _wrong(self, "calls[...]", call, "a cgtool.ExampleCall")
+        for name in ("splitting_ops", "notes"):
+            _check(self, name, (tuple, list, type(None)), "a list of strings")
+        for name in ("method", "prefix"):
+            _check(self, name, str, "a string")
+        _check(self, "require", Mapping, 'a dict, such as {"batch": (1, 8)}')
+        for name, bounds in self.require.items():
+            if not (isinstance(bounds, (tuple, list)) and [type(bound) for bound in bounds] == [int, int]):
+                raise _wrong(self, f"require[{name!r}]", bounds, "the smallest and the largest size, such as (1, 8)")
+
+
+def _check(record: Any, name: str, types: Any, form: str) -> None:
+    value = getattr(record, name)
+    if not isinstance(value, types):
+        raise _wrong(record, name, value, form)
+
+
+def _wrong(record: Any, name: str, value: object, form: str) -> ModelError:
+    place, kind = f"{type(record).__name__}.{name}", type(value).__qualname__
+    return ModelError(f"{place} is of the type {kind}. Give {form}.", path=place, expected=form, actual=kind)

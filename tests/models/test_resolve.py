@@ -428,8 +428,25 @@ class TestWrongCode:
             ("(nn.Linear(2, 2),)", "returned a tuple of 1"),
             ("(nn.Linear(2, 2), torch.ones(2))", "with args a tuple"),
             ("(1, ())", "is a int. Let it be a torch.nn.Module"),
-            ("ModelSpec(module=nn.Linear(2, 2), calls=[])", "one or more example calls"),
-            ("ModelSpec(module=nn.Linear(2, 2), calls=[(torch.ones(2),)])", "calls are not ExampleCalls"),
+            ("ModelSpec(module=nn.Linear(2, 2), calls=[])", "without calls. Give it one or more"),
+            (
+                "ModelSpec(module=nn.Linear(2, 2), calls=[(torch.ones(2),)])",
+                "calls.* of the type tuple. Give a cgtool.Ex",
+            ),
+            (
+                "ModelSpec(module=nn.Linear(2, 2), calls=ExampleCall())",
+                "of the type ExampleCall. Give a list of cgtool.Ex",
+            ),
+            ("ExampleCall(args=torch.ones(2))", "ExampleCall.args is of the type .*Tensor. Give a tuple"),
+            ("ExampleCall(kwargs=[1])", "ExampleCall.kwargs is of the type list. Give a dict"),
+            (
+                "ModelSpec(module=None, calls=[], splitting_ops='aten::mm')",
+                "splitting_ops is of the type str. Give a list",
+            ),
+            (
+                "ModelSpec(module=None, calls=[], require={'n': 5})",
+                "require.'n'. is of the type int. Give the smallest",
+            ),
             ("ModelSpec(module=nn.Linear(2, 2), calls=[ExampleCall()], method='decode')", "no method decode"),
         ],
     )
