@@ -21,7 +21,7 @@ from cgtool.api import check_otherwise
 from cgtool.api import compile as compile_model
 from cgtool.config import CompilationConfig, checked_config
 from cgtool.config_values import CompilationLevel
-from cgtool.errors import UsageError
+from cgtool.errors import ModelError, UsageError
 from cgtool.host import environment
 from cgtool.model import DynamicDims
 from cgtool.runtime import _torch as private
@@ -128,7 +128,11 @@ def _decorated(
             self,
             example_args=args if waits else None,
             example_kwargs=kwargs if waits else None,
-            dynamic=_named_dims(wanted, inspect.signature(self.forward).bind(*args, **kwargs).arguments),
+            dynamic=_named_dims(
+                wanted,
+                inspect.signature(self.forward).bind(*args, **kwargs).arguments,
+                named_by_user=dynamic is not None,
+            ),
             config=chosen,
             cache_dir=cache_dir,
             prefix=prefix,
@@ -218,7 +222,7 @@ def _check_dims(given: Any) -> None:
             raise UsageError(f"dynamic_arg_dims[{name!r}] is {dims!r}; write {form}.", path=name, actual=dims)
 
 
-def _named_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any]) -> DynamicDims:
+def _named_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any], *, named_by_user: bool) -> DynamicDims:
     """Return the dimensions that change, by name: those of one size are one dimension, unless they are named."""
     by_size: dict[int, str] = {}
     named: dict[str, dict[int, Any]] = {}
@@ -229,8 +233,14 @@ def _named_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any]) -> Dynamic
         if isinstance(dims, Mapping):
             named[argument] = dict(dims)
             continue
+        rank = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
+        if rank == 0 and not named_by_user:
+            continue
         for dim in (dims,) if isinstance(dims, int) else dims:
-            place, size = dim % tensor.dim(), tensor.shape[dim]
+            if not -rank <= dim < rank:
+                msg = f"dynamic_arg_dims names dimension {dim} of {argument!r}, which this call's has not. Correct it."
+                raise ModelError(msg, path=argument, actual=dim)
+            place, size = dim % rank, tensor.shape[dim]
             name = by_size.setdefault(size, f"{argument}_{place}" if by_size else "num_tokens")
             named.setdefault(argument, {})[place] = name
     return named

@@ -364,6 +364,27 @@ def test_a_decorator_says_at_once_what_it_does_not_take(cls, given, said):
         support_torch_compile(cls, **given)
 
 
+@pytest.mark.parametrize("call", [torch.ones(3, 4), torch.tensor(1.0), [1.0]], ids=["two", "none", "a list"])
+def test_a_decorator_says_which_dimension_a_call_has_not(tmp_path, call):
+    cls = type("Other", (Model,), {})
+    support_torch_compile(cls, dynamic_arg_dims={"x": [-1, 7]}, config=CONFIG, cache_dir=tmp_path)
+    with pytest.raises(ModelError, match=r"dynamic_arg_dims names dimension (7|-1) of 'x', which this call's has not"):
+        cls().eval()(call)
+
+
+def test_a_scalar_that_is_annotated_as_a_tensor_has_no_dimension_that_changes(tmp_path):
+    @support_torch_compile(config=CONFIG, cache_dir=tmp_path)
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor):
+            return x * scale
+
+    served = Scaled().eval()
+    assert torch.equal(served(rows(3), torch.tensor(2.0)), rows(3) * 2)
+    before = counters()
+    assert torch.equal(served(rows(5), torch.tensor(3.0)), rows(5) * 3)
+    assert counters() == before
+
+
 def test_arguments_without_names_cannot_be_dynamic(tmp_path):
     def total(*terms):
         return terms[0] + terms[1]
