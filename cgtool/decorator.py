@@ -26,9 +26,9 @@ from cgtool.host import environment
 from cgtool.model import DynamicDims
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call import AsModule
-from cgtool.runtime.dispatch import ForkedLock
 from cgtool.runtime.otherwise import Otherwise
 from cgtool.store.layout import DEFAULT_PREFIX
+from cgtool.threads import ForkedLock
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from cgtool import __version__
 from cgtool.errors import ConfigError
+from cgtool.threads import ForkedLock
 
 if TYPE_CHECKING:
     import subprocess
@@ -261,8 +262,9 @@ class _Question:
 
     def __init__(self, program: str) -> None:
         self._program = program
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
         self._process = _start(program)
+        self._asked_by = os.getpid()
         self._is_answered = False
         self._answer: str | None = None
 
@@ -270,15 +272,17 @@ class _Question:
         """Wait for the answer and return it."""
         with self._lock:
             if not self._is_answered:
-                # asked again where a wait was interrupted
-                process, self._process = self._process or _start(self._program), None
+                process, self._process = self._process, None
+                # Asked again where a wait was interrupted, and in a fork: that answer is its parent's to read.
+                if process is None or self._asked_by != os.getpid():
+                    process = _start(self._program)
                 self._answer = None if process is None else _said_by(process)
                 self._is_answered = True
             return self._answer
 
 
 _questions: dict[_Compiler, _Question] = {}
-_lock = threading.Lock()
+_lock = ForkedLock()
 
 
 def _question(compiler: _Compiler) -> _Question:
@@ -392,7 +396,7 @@ def gc_paused() -> Iterator[None]:
 Happening = Literal["traces", "compiles", "opens", "captures", "replays", "eager_calls"]
 
 _counts = {"traces": 0, "compiles": 0, "opens": 0, "captures": 0, "replays": 0, "eager_calls": 0}
-_counting = threading.Lock()
+_counting = ForkedLock()
 
 
 def count(what: Happening) -> None:

@@ -12,10 +12,10 @@ A user may write `ns.name` for `ns::name`; whoever compares names with a graph s
 from __future__ import annotations
 
 import re
-import threading
 from typing import Final
 
 from cgtool.errors import UsageError
+from cgtool.threads import ForkedLock
 
 #: Namespaces of ops that come with torch: its version stands for them.
 TORCH_NAMESPACES: Final = frozenset(
@@ -90,7 +90,7 @@ COLLECTIVE_OPS: Final[tuple[str, ...]] = tuple(
 _OP_NAME = r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 _registered: dict[str, None] = {}
-_lock = threading.Lock()
+_lock = ForkedLock()
 
 
 def register_splitting_op(name: str) -> None:

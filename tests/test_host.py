@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -58,6 +61,41 @@ def test_threads_that_ask_a_compiler_at_once_get_one_answer_of_one_run(tmp_path,
 def test_flags_that_are_no_instructions_do_not_enter(tmp_path, monkeypatch):
     flags = ("ibpb", "avx512f", "hypervisor", "constant_tsc", "amx_tile", "md_clear", "vmx")
     assert [flag for flag in flags if flag.startswith(host._INSTRUCTIONS)] == ["avx512f", "amx_tile"]
+
+
+def answers_in_a_fork(expected):
+    """Return whether a child made by fork is told the compiler's version; one that waits for ever is ended."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(7 if host.compiler_version() == expected else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 7
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_a_thread_waits_for_a_compiler_asks_for_itself(tmp_path, monkeypatch):
+    path = compiler_at(tmp_path / "a", "clang version 14.0.6")
+    path.write_text(path.read_text().replace("echo run", "sleep 0.5; echo run"))
+    monkeypatch.setenv("CXX", str(path))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(host.compiler_version)
+        time.sleep(0.2)
+        assert answers_in_a_fork("clang version 14.0.6")
+        assert waiting.result() == "clang version 14.0.6"
+    (path.parent / "runs").unlink()
+    assert answers_in_a_fork("clang version 14.0.6")  # what is known is not asked again
+    assert not (path.parent / "runs").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_does_not_take_the_answer_that_its_parent_has_yet_to_read(tmp_path, monkeypatch):
+    path = compiler_at(tmp_path / "a", "clang version 14.0.6")
+    monkeypatch.setenv("CXX", str(path))
+    host.ask_compiler()
+    assert answers_in_a_fork("clang version 14.0.6")
+    assert host.compiler_version() == "clang version 14.0.6"
 
 
 def test_a_compiler_that_fails_or_babbles_is_none(tmp_path, monkeypatch):

@@ -46,11 +46,12 @@ from cgtool.graph.values import constants_of, dtype_of, placed
 from cgtool.host import closing, opening
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
-from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE, Boxed, ForkedLock
+from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE, Boxed
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 from cgtool.store.artifacts import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.store.files import FILE_LIMIT
 from cgtool.store.leases import hold_folder, is_abandoned
+from cgtool.threads import ForkedLock
 
 _log = logging.getLogger(__name__)
 

@@ -22,11 +22,12 @@ from cgtool.plan.pieces import Graphs, PieceGraph
 from cgtool.plan.records import Guard, GuardTable, Input, Plan, Variant, source_words
 from cgtool.runtime._torch import in_dual_level, is_traced
 from cgtool.runtime.call_guards import Accept, AcceptWriter, check_symbols
-from cgtool.runtime.dispatch import Boxed, ForkedLock, PiecewiseBackend, ShapeTable
+from cgtool.runtime.dispatch import Boxed, PiecewiseBackend, ShapeTable
 from cgtool.runtime.generate import decode_literal, hole_value
 from cgtool.runtime.op_by_op import piece_maker
 from cgtool.runtime.program import Program, ProgramWriter, WrapPiece, check_steps, pieces_of
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight, place_of
+from cgtool.threads import ForkedLock
 
 #: Methods of a module that return it, to be chained: here they return the callable.
 _CHAINED = frozenset(

@@ -7,7 +7,6 @@ first call (1 s on a CPU, 4 s beside a GPU), which is what a process that starts
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,6 +17,7 @@ import torch
 from cgtool.errors import UsageError
 from cgtool.guards.code import code_digest
 from cgtool.ops import register_splitting_op
+from cgtool.threads import ForkedLock
 
 #: Where an op goes when its author names no namespace.
 DEFAULT_NAMESPACE: Final = "cgtool"
@@ -47,7 +47,7 @@ _ops: dict[str, CustomOp] = {}
 # A Library takes its definitions back when it is collected: those of cgtool live as long as the process, and one for
 # each op lets a registration that fails halfway leave nothing behind.
 _libraries: dict[str, torch.library.Library] = {}
-_lock = threading.Lock()
+_lock = ForkedLock()
 
 
 def direct_register_custom_op(

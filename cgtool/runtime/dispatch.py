@@ -8,9 +8,6 @@ for every piece. Must not import torch.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +19,7 @@ from cgtool.host import count
 from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Step, Variant
 from cgtool.plan.shapes import Shape, shape_order, shape_text
+from cgtool.threads import ForkedLock
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 #: What code for accelerators assumes of where its inputs begin, in bytes.
@@ -31,39 +29,6 @@ ANYWHERE = frozenset({"cpu", "meta"})
 
 #: Decisions that are remembered; more different sizes than this are decided anew each time.
 _MAX_REMEMBERED = 65536
-
-
-class ForkedLock:
-    """A lock that one thread may take again, and that a child of `fork` finds free: who held it is not there."""
-
-    def __init__(self) -> None:
-        self.renew()
-        _locks.add(self)
-
-    def __reduce__(self) -> tuple[type[ForkedLock], tuple[()]]:
-        return ForkedLock, ()  # a copy is free
-
-    def renew(self) -> None:
-        """Forget who holds it."""
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-_locks: weakref.WeakSet[ForkedLock] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for lock in _locks:
-        lock.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Unopened:

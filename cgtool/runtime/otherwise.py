@@ -11,8 +11,7 @@ from typing import Any, Literal
 from cgtool.errors import GuardError
 from cgtool.host import count
 from cgtool.runtime.call import NOT_SERVED, AsModule, LoadedModel
-from cgtool.runtime.dispatch import ForkedLock
-from cgtool.threads import beside_calls
+from cgtool.threads import ForkedLock, beside_calls
 
 _log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,39 @@ def test_a_fork_in_the_midst_of_an_opening_does_not_hold_the_child_up():
     go_on.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 7
+
+
+def raising_at(event_number):
+    """A profiler that raises where a signal's handler could: as a function is entered, or as one in C returns."""
+    seen = 0
+
+    def profile(_frame, event, _argument):
+        nonlocal seen
+        seen += event in {"call", "c_return"}
+        if seen == event_number:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    return profile
+
+
+def test_ctrl_c_at_any_instant_of_an_opening_leaves_the_function_to_other_threads():
+    for event_number in range(1, 100):
+        function = Unopened(lambda: named("one"))
+        try:
+            sys.setprofile(raising_at(event_number))
+            function.opened()
+        except KeyboardInterrupt:
+            found = []
+            other = threading.Thread(target=lambda: found.append(function.opened()([])), daemon=True)  # noqa: B023
+            other.start()
+            other.join(20)
+            assert found == [["one"]]
+        else:
+            break
+        finally:
+            sys.setprofile(None)
+    assert 1 < event_number < 99
 
 
 def test_a_later_variant_is_opened_by_the_call_that_comes_to_it():

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cgtool.compiler._torch import inductor_options
 from cgtool.graph.targets import PYTHON_FUNCTIONS
-from cgtool.runtime.dispatch import ForkedLock
+from cgtool.threads import ForkedLock
 
 #: What every compile needs, whatever the user's settings: results that can be saved, from this machine alone.
 _CACHING = {
