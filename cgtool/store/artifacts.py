@@ -37,11 +37,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from cgtool.errors import ArtifactError
+from cgtool.errors import ArtifactError, CacheCorruptError
 from cgtool.plan.grammar import Digest, Record, decode
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, KINDS, kind_of
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, shape_text
+from cgtool.store.files import reading
 from cgtool.store.records import Artifact, Manifest, Row
 
 _MAX_LINE_BYTES = 2**16
@@ -136,13 +137,13 @@ def misplaced(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[Ro
             code_of(read[file], row, piece)
         except ArtifactError as error:
             yield row, error
-        except OSError:
+        except (OSError, CacheCorruptError):
             continue
 
 
 def _beginning(path: Path, artifact: Artifact) -> bytes:
     """Return as much of an artifact as says what it was compiled from."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         return file.read(artifact.size_bytes if artifact.kind == KINDS[EAGER] else _MAX_LINE_BYTES)
 
 

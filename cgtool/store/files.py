@@ -19,6 +19,7 @@ So a torn file and a flipped bit are noticed by one hash, before anything is par
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -46,6 +47,8 @@ _TEMPORARY = r"\..*\.([0-9]{1,10})\.[0-9a-f]+\.tmp"
 _ABANDONED_SECS = 3600.0
 #: Without waiting for a writer of what is a pipe.
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+#: For a file of the cache's own: a link that lies in its place is not followed, and a pipe is not waited for.
+OWN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 #: Someone may remove the folder between making it and writing into it; more than a few times is no accident.
 _ATTEMPTS = 5
 #: More than a file system keeps beside the names of files, so that a full disk shows.
@@ -279,22 +282,30 @@ def names_in(folder: Path | str, *, follow: bool = True) -> list[str]:
         return []
 
 
+@contextlib.contextmanager
+def reading(path: Path | str) -> Iterator[io.FileIO]:
+    """Open a file to read it, without a buffer.
+
+    Raises:
+        OSError: It is missing or cannot be opened.
+        CacheCorruptError: Something else than a file is there: a pipe would hold the reader up for ever.
+    """
+    with opened(os.open, path, _READ) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise corrupt(path, "it is no file")
+        yield file
+
+
 def read_bytes(path: Path | str) -> bytes | None:
     """Return a file's bytes, or None when there is no such file.
 
     Raises:
-        CacheCorruptError: Something else than a file is there: a pipe would hold the reader up for ever.
+        CacheCorruptError: Something else than a file is there.
         CacheError: It is there and cannot be read.
     """
     try:
-        [descriptor] = opening(os.open, path, _READ)
-        try:
-            with open(descriptor, "rb", buffering=0, closefd=False) as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise corrupt(path, "it is no file")
-                data = file.read()
-        finally:
-            os.close(descriptor)  # no call of Python's own ends between the block and this
+        with reading(path) as file:
+            data = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

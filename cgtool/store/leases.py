@@ -24,7 +24,7 @@ from pathlib import Path
 
 from cgtool.errors import CacheError
 from cgtool.host import closing, opening
-from cgtool.store.files import RECORD_MODE, cache_error, may_exist, names_in, opened
+from cgtool.store.files import OWN, RECORD_MODE, cache_error, may_exist, names_in, opened
 from cgtool.store.layout import CacheLayout, RankName, check_hash
 
 try:
@@ -147,7 +147,7 @@ def _lease(path: str, entry: str) -> Lease | None:
             lease = _opened(path)
         except OSError:
             try:
-                lease = Lease(entry, os.O_RDONLY)  # which takes no leave to write
+                lease = Lease(entry, os.O_RDONLY | os.O_NONBLOCK)  # which takes no leave to write
             except OSError:
                 return None
         taken = lease.lock()
@@ -161,12 +161,12 @@ def _lease(path: str, entry: str) -> Lease | None:
 
 def _opened(path: str) -> Lease:
     try:
-        return Lease(path, os.O_RDWR | os.O_CREAT)
+        return Lease(path, os.O_RDWR | os.O_CREAT | OWN)
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
-        return Lease(path, os.O_RDWR | os.O_CREAT)
+        return Lease(path, os.O_RDWR | os.O_CREAT | OWN)
     except PermissionError:
-        return Lease(path, os.O_RDONLY)  # another user's, which may be locked all the same
+        return Lease(path, os.O_RDONLY | OWN)  # another user's, which may be locked all the same
 
 
 class LeaseTable:
@@ -261,12 +261,12 @@ def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read
 def _open_to_claim(path: str, *, make: bool, to_read: bool) -> int:
     if not to_read:
         try:
-            return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | _CLOEXEC, RECORD_MODE)
+            return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | OWN, RECORD_MODE)
         except OSError as error:
             # Another user's file, or one of a read-only disk, may be locked all the same.
             if error.errno not in (errno.EACCES, errno.EROFS) or not os.path.exists(path):  # noqa: PTH110 - a str
                 raise
-    return os.open(path, os.O_RDONLY | _CLOEXEC)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | _CLOEXEC)
 
 
 def _is_locked(path: str) -> bool:

@@ -16,12 +16,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cgtool.store.files import RECORD_MODE, cache_error, ensure_folder
+from cgtool.store.files import OWN, RECORD_MODE, cache_error, ensure_folder
 from cgtool.store.leases import try_lock, unlock
 
 _log = logging.getLogger(__name__)
 
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 #: How often the lock file may vanish under us before we go on without it.
 _ATTEMPTS = 100
 #: The descriptors of the locks that this process holds.
@@ -79,7 +78,7 @@ def _open(path: Path) -> int:
     for _ in range(_ATTEMPTS):
         ensure_folder(path.parent)
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | _CLOEXEC, RECORD_MODE)
+            return os.open(path, os.O_RDWR | os.O_CREAT | OWN, RECORD_MODE)
         except FileNotFoundError as missing:  # someone removed the folder just now
             error = missing
         except OSError as failed:

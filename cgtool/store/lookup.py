@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from cgtool.errors import CacheError
-from cgtool.store.files import RECORD_MODE, names_in, opened, os_errors_as_cache_errors, remove, touch
+from cgtool.store.files import OWN, RECORD_MODE, names_in, opened, os_errors_as_cache_errors, remove, touch
 from cgtool.store.layout import CacheLayout, RankName, check_hash, is_hash
 from cgtool.store.records import Manifest, read_manifest, timestamp
 
@@ -155,6 +155,6 @@ class StateStore:
 
 
 def _append(path: str) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | OWN
     with opened(os.open, path, flags, RECORD_MODE) as descriptor:
         os.write(descriptor, b".")

@@ -30,6 +30,7 @@ from pathlib import Path
 from cgtool.errors import CacheError
 from cgtool.plan.grammar import Digest, Record
 from cgtool.store.files import (
+    OWN,
     Sealed,
     cache_error,
     names_in,
@@ -215,7 +216,7 @@ def count_miss(layout: CacheLayout, digest: str) -> Pruned | None:
     Returns:
         What prunes removed of it; None where they removed nothing.
     """
-    flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_WRONLY | os.O_APPEND | OWN
     try:
         with opened(os.open, f"{_folder(layout)}/{digest}.missed", flags) as descriptor:
             os.write(descriptor, b".")

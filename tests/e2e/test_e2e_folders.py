@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
-from cli_harness import environment, forked
+from cli_harness import environment, forked, start
 from e2e_harness import cgtool as command
 
 pytest.importorskip("torch")
@@ -202,6 +204,53 @@ def test_load_writes_nowhere_but_into_the_cache(tmp_path, warmed):
     assert snapshot(*places) == before
     now = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "state" not in path.parts}
     assert now == kept
+
+
+OWN_FILES = {
+    "an artifact": "*/artifacts/*",
+    "the entry's lease": "state/leases/*[0-9a-f]",
+    "a rank's lease": "state/leases/*-rank_0-*",
+    "a stamp of use": "state/used/*",
+    "a lock": "state/locks/*",
+}
+
+
+def serves(root):
+    """Return whether an entry is served within a minute."""
+    served = []
+
+    def serve():
+        with torch.no_grad(), contextlib.suppress(CacheError):
+            agree(root)
+            served.append(root)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return bool(served)
+
+
+@pytest.mark.parametrize("place", OWN_FILES)
+@pytest.mark.parametrize("kind", ["a pipe", "a link"])
+def test_what_lies_in_the_place_of_a_file_is_neither_waited_for_nor_followed(tmp_path, warmed, place, kind):
+    root, outside = tmp_path / "cache", tmp_path / "outside"
+    shutil.copytree(warmed, root)
+    assert serves(root)
+    for path in list((root / "torch_compile_cache").glob(OWN_FILES[place])):
+        path.unlink()
+        os.mkfifo(path) if kind == "a pipe" else path.symlink_to(outside)
+    assert serves(root) == (place != "an artifact")
+    for words in (
+        ("verify",),
+        ("verify", "--repair"),
+        ("export", tmp_path / "bundle.tar.zst"),
+        ("prune", "--max-size", "1KB", "--yes"),
+    ):
+        done = start(*words, "--cache-dir", root).end(secs=60)
+        assert "Traceback" not in done.err
+        assert "Usage" not in done.err
+    assert not outside.exists()
 
 
 def test_a_home_that_is_not_there_needs_no_home_when_the_cache_is_named(tmp_path, warmed):

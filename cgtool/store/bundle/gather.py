@@ -16,7 +16,7 @@ from cgtool.plan.shapes import is_asked, parse_shape, shape_text
 from cgtool.store.bundle.reading import CHUNK_BYTES, header_bytes
 from cgtool.store.bundle_index import Index, Limits, Member, check_values, parse_index, without_advice
 from cgtool.store.entry import read_entry
-from cgtool.store.files import cache_error, corrupt, read_bytes, seal
+from cgtool.store.files import cache_error, corrupt, read_bytes, reading, seal
 from cgtool.store.key import read_key
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, CacheLayout, RankName, short
 from cgtool.store.records import Manifest, parse_manifest
@@ -158,7 +158,7 @@ def _trimmed(manifest: Manifest, shapes: Sequence[str], *, debug: bool) -> Manif
 def _read_file(path: Path, member: Member) -> Iterator[bytes]:
     digest, size = sha256(), 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with reading(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 size += len(chunk)
                 if size > member.size_bytes:
