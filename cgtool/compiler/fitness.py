@@ -22,13 +22,13 @@ import torch
 from cgtool.compiler import _torch
 from cgtool.compiler.adaptors.interface import op_named_in
 from cgtool.compiler.fx_piece import rebuild
+from cgtool.dims import FIRST_DYNAMIC
 from cgtool.errors import CompileError, chain_of
 from cgtool.graph._torch import OpOverload
 from cgtool.guards._torch import schema_of
 from cgtool.guards.code import is_composite
 from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import NodeKind, PieceGraph
-from cgtool.trace.examples import FIRST_DYNAMIC
 
 _HEADERS = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch"
 #: Types of a schema that torch does not write into a package, or does not read back.

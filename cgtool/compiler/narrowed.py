@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cgtool.dims import FIRST_DYNAMIC, DynamicDim
 from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.grammar import Record
 from cgtool.plan.records import Variant
 from cgtool.plan.shapes import joined_ranges
-from cgtool.trace.examples import FIRST_DYNAMIC, DynamicDim
 
 #: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
 _USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")

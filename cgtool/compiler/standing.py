@@ -12,6 +12,7 @@ import torch
 from cgtool.compiler.request import NEEDS_RANKS
 from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
+from cgtool.dims import Dims
 from cgtool.errors import CacheCorruptError, CacheMissError
 from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.signature import CallSignature
@@ -24,7 +25,6 @@ from cgtool.runtime.find import Found
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Manifest, VariantCounts
-from cgtool.trace.examples import Dims
 
 #: How far an example argument is looked into.
 _MAX_DEPTH = 3

@@ -14,6 +14,7 @@ from cgtool.compiler.narrowed import narrowed_ranges
 from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.compiler.traced import Live, Traced, VariantTracer
 from cgtool.compiler.tracers import Tracers
+from cgtool.dims import FIRST_DYNAMIC, Dims
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.events import Event, OnEvent
 from cgtool.guards.first_call import INSTALLS, install_hooks
@@ -26,7 +27,7 @@ from cgtool.plan.shapes import of_sizes
 from cgtool.store.records import Fallback
 from cgtool.trace.breaks import FixedDimensionError, local_of
 from cgtool.trace.capture import slow_ops
-from cgtool.trace.examples import FIRST_DYNAMIC, Dims, sizes_of, unique_names, variants_of
+from cgtool.trace.examples import sizes_of, unique_names, variants_of
 from cgtool.trace.files import UserCode, joined
 from cgtool.trace.kept import guards_of_states, read_in_dict
 from cgtool.trace.refusals import refuse_side_effects

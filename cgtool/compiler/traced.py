@@ -17,6 +17,7 @@ import torch
 from cgtool.compiler import _torch
 from cgtool.compiler.fitness import Fitness, fitness_of
 from cgtool.compiler.narrowed import Served, narrowing_relations, served_by
+from cgtool.dims import FIRST_DYNAMIC, Dims
 from cgtool.errors import CgtoolError, SplitError, TraceError, first_line
 from cgtool.graph._torch import share_storage
 from cgtool.graph.sympy_text import expression_text
@@ -32,7 +33,7 @@ from cgtool.split.bodies import with_bodies
 from cgtool.split.splitter import Call, SplitResult, split_graph
 from cgtool.split.text import graph_text
 from cgtool.trace.capture import Trace
-from cgtool.trace.examples import FIRST_DYNAMIC, Dims, arguments_for, sizes_of, variants_of
+from cgtool.trace.examples import arguments_for, sizes_of, variants_of
 from cgtool.trace.files import UserCode, user_code
 from cgtool.trace.kept import State
 from cgtool.trace.outputs import place_outputs

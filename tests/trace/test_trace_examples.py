@@ -8,10 +8,11 @@ pytest.importorskip("torch")
 
 import torch
 
+from cgtool.dims import Dims
 from cgtool.errors import ModelError, UsageError
 from cgtool.guards.signature import CallSignature
 from cgtool.model import ExampleCall
-from cgtool.trace.examples import Dims, arguments_for, unique_names, variants_of
+from cgtool.trace.examples import arguments_for, unique_names, variants_of
 
 pytestmark = pytest.mark.torch
 

@@ -28,6 +28,7 @@ from cgtool.compiler.proof.restride import Order, order_of
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, tensors_of
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
+from cgtool.dims import Dims
 from cgtool.errors import ArtifactError, CallMismatchError, CompileError, GuardError, NoRoomError, brief
 from cgtool.graph.expressions import rename, symbols_of
 from cgtool.guards.signature import CallSignature
@@ -41,7 +42,7 @@ from cgtool.plan.shapes import of_sizes, shape_text
 from cgtool.runtime.call import NOT_SERVED, LoadedModel
 from cgtool.runtime.find import Found, open_entry
 from cgtool.runtime.generate import strides_matter
-from cgtool.trace.examples import Dims, arguments_for, sizes_of
+from cgtool.trace.examples import arguments_for, sizes_of
 
 StageName = Literal["start", "model", "compiled"]
 STAGES: tuple[StageName, ...] = ("start", "model", "compiled")
