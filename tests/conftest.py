@@ -81,6 +81,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order)))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a long value by its length: a test's name is written to its environment, its folders and the report."""
+    if isinstance(val, (str, bytes)) and len(val) > 200:  # noqa: PLR2004 - what a line still shows
+        return f"{argname} of {len(val)}"
+    return None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home without the user's caches and settings, for this process and those that it starts."""
