@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name a long value by its length: a test's name is written to its environment, its folders and the report."""
-    if isinstance(val, (str, bytes)) and len(val) > 200:  # noqa: PLR2004 - what a line still shows
+    if isinstance(val, (str, bytes)) and len(val) > 200:
         return f"{argname} of {len(val)}"
     return None
 
