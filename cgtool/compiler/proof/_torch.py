@@ -117,3 +117,8 @@ def failed_in_exchange(error: Exception) -> bool:
     """Return whether it was a collective that failed: a rank that is gone or late says nothing of a model."""
     names = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return not names.isdisjoint({"torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"})
+
+
+def is_lost_in_copy(said: str) -> bool:
+    """Return whether a failure is that of gradients in a fork of a process that computed some: its threads are gone."""
+    return "autograd's threading" in said

@@ -4,7 +4,8 @@ Pieces are proved one by one; this proves what joins them: the plan, the program
 is an object of this very process, and native code that crashes must not take the warm along. So the calls are made in a
 copy of the process. Where the model is on an accelerator, which a fork has no part in, they are made here, with a copy
 of the modules over the same tensors. So they are where the process is in a group with others, which a fork has no part
-in either: all ranks make the same calls in step, and a collective is a real one.
+in either: all ranks make the same calls in step, and a collective is a real one; and where the model asks for gradients
+in a process that did so before, for then its copy cannot.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import torch
 
+from cgtool.compiler.proof._torch import is_lost_in_copy
 from cgtool.compiler.proof.beside import STAGES, CallProof, Calls, StageName, room_for_weights
 from cgtool.compiler.proof.twins import num_fake_bytes, over_same_memory
 from cgtool.compiler.ranks import RankAbsentError, RankLostError, Ranks
@@ -82,8 +84,8 @@ def prove_calls(
     device = next((name for name in sorted(devices) if name != "cpu"), "cpu")
     reason = _why_not(found, spec, device)
     exchanges = private.exchanges() and _may_exchange(found)
-    in_place = exchanges or device != "cpu"
-    if in_place and reason is None:
+    twin: ModelSpec | None = None  # what is called in this process
+    if (exchanges or device != "cpu") and reason is None:
         try:
             twin = replica(spec)
         except _NoReplicaError as error:
@@ -99,10 +101,13 @@ def prove_calls(
     stage = mmap.mmap(-1, 1)  # a copy of this process shares it
     work = functools.partial(_answer, found, spec, device, stage)
     try:
-        if not in_place:
+        if twin is None:
             timeout_secs = timeout_secs or _TIMEOUT_SECS
             answer = decode(run_in_copy(functools.partial(_in_copy, work), timeout_secs=timeout_secs), _Answer)
-        else:
+            if any(is_lost_in_copy(proof.gap) for proof in answer.variants):
+                with contextlib.suppress(_NoReplicaError):
+                    twin = replica(spec)
+        if twin is not None:
             index = None if device == "cpu" else first_index(spec.module, found.plan)
             indices = [torch.accelerator.current_device_index() if index is None else index] if device != "cpu" else []
             with (

@@ -255,6 +255,20 @@ def test_what_the_model_itself_does_not_run_is_said_and_stored(tmp_path):
     assert result.notes == (f"The whole call of variant default was {gap}",)
 
 
+def test_a_model_that_a_copy_of_the_process_cannot_run_is_called_in_this_one(tmp_path):
+    """A torch that knows CUDA computes no gradients in a fork of a process that computed some, as a trace does."""
+    here = os.getpid()
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling() and os.getpid() != here:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+        return torch.func.grad(lambda y: y.sin().sum())(x)
+
+    result = warm(of(forward, torch.randn(4), dynamic={"x": {0: "n"}}), config=CONFIG, cache_dir=tmp_path)
+    assert [bool(variant.proved_at) for variant in result.manifest.variants] == [True, True]
+    assert result.notes == ()
+
+
 def test_a_crash_of_what_was_compiled_is_an_error_and_one_of_the_model_a_gap(spec, tmp_path, monkeypatch):
     def crash(*_args, **_kwargs):
         os.kill(os.getpid(), signal.SIGSEGV)
