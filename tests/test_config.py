@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 from pathlib import Path
@@ -59,9 +60,9 @@ def test_every_field_has_the_kind_that_is_written_down():
 
 
 def test_every_field_is_described_with_its_kind_and_default():
-    documented = CompilationConfig.__doc__ or ""
+    documented = inspect.getdoc(CompilationConfig) or ""  # Python 3.13 takes the indentation off
     for name, kind in KINDS.items():
-        words, after = documented.split(f"\n        {name}: ")[1].split("Kind: ", 1)
+        words, after = documented.split(f"\n    {name}: ")[1].split("Kind: ", 1)
         assert after.startswith(f"{kind}."), name
         assert "default" in words, name
 
