@@ -8,9 +8,11 @@ Must not import torch. Ctrl-C is Python's KeyboardInterrupt; SIGTERM and SIGHUP 
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -115,8 +117,8 @@ def failure_of(error: BaseException) -> Failure:
             message = f"{missing} is not installed here ({error}). Install it into this Python and try again."
         case OSError():
             path = None if error.filename is None else str(error.filename)
-            where = f"{path}: " if path else ""
-            message = f"{where}{error.strerror or error}. Check the path and its permissions and try again."
+            message = f"{path}: " if path else ""
+            message += f"{error.strerror or error}. {_os_advice(error)}"
         case MemoryError():
             said = " ".join(map(str, error.args)) or "none is left"
             message = f"There was not enough memory: {said}. Free some, or warm a smaller model."
@@ -127,6 +129,19 @@ def failure_of(error: BaseException) -> Failure:
         case _:
             message = f"{name}: {error}\n{_REPORT}" if str(error) else f"{name}\n{_REPORT}"
     return Failure(type=name, message=message, exit_code=code, path=path)
+
+
+def _os_advice(error: OSError) -> str:
+    """Return what to do; cgtool's own writes name a path, so that a full disk without one is where output goes."""
+    if error.filename is not None:
+        return "Check the path and its permissions and try again."
+    if error.errno == errno.ENOSPC:
+        return "Send the output elsewhere, or free some."
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return "The working directory is gone: change to one that is there."
+    return "Run it again with --traceback to see where."
 
 
 def _simple(value: Any) -> Any:

@@ -6,8 +6,9 @@ What may change after load, and what happens then:
 - Its dtype, shape, strides, device or class changes, also in place as `module.half()` does: the next call raises.
 - A submodule is replaced, removed, or added beside others, a list or dict of parameters grows, or tied weights are
   untied: the next call checks every guard on the model again, as `recheck()` does, and raises when one fails.
-- A plain attribute (`layer.eps`), a hook or the `training` flag of a submodule changes, or what a module holds is
-  replaced as a whole (`layer._buffers = {...}`, `layer.__dict__`): `recheck()` sees it, a call does not.
+- A plain attribute (`layer.eps`), a hook, the class or the `training` flag of a submodule changes, two weights become
+  one, a container's children change their order, or what a module holds is replaced as a whole
+  (`layer._buffers = {...}`, `layer.__dict__`): `recheck()` sees it, a call does not.
 - Another thread changes weights while a call runs: the call has read each tensor once, at its start, and what is
   assigned meanwhile (by `load_state_dict(assign=True)` too) is for later ones; how many of several tensors had been
   assigned by then is chance. What is written in place (`load_state_dict`, `copy_`) may be seen half written.
@@ -186,7 +187,7 @@ class _Live:
 def _same_check(
     module: nn.Module, method: Any, same: Iterable[Guard], known: Places, inputs: Iterable[Input]
 ) -> Callable[[], bool]:
-    """Return a function that says whether what was one object still is, and what was two still are.
+    """Return a function that says whether what a guard of the kind "same:..." speaks of is still so.
 
     Asked of what is a weight or what a weight is read from; of submodules it is settled now, because `Weights` sees by
     itself whether the module tree changed. Other objects are looked at by loads and `recheck()`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -181,7 +182,26 @@ def test_a_full_disk_under_the_output_is_a_sentence(tmp_path):
             timeout=60,
         )
     assert done.returncode == 1
-    assert done.stderr == "Error: No space left on device. Check the path and its permissions and try again.\n"
+    assert done.stderr == "Error: No space left on device. Send the output elsewhere, or free some.\n"
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path):
+    lay_entry(tmp_path / "cache")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = shlex.join([*COMMAND, "inspect", "cache", str(tmp_path / "cache")])
+    done = subprocess.run(
+        ["sh", "-c", f'rmdir "$PWD" && {command}'],
+        cwd=gone,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=environment(),
+        timeout=60,
+    )
+    assert done.returncode == 1
+    words = "The working directory is gone: change to one that is there."
+    assert done.stderr == f"Error: No such file or directory. {words}\n"
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
