@@ -62,6 +62,7 @@ from cgtool.store.trust import TrustPolicy
 
 if TYPE_CHECKING:
     from cgtool.compiler.proof.beside import CallProof
+    from cgtool.compiler.proof.calls import CallsAhead
     from cgtool.compiler.stitch import Stitched
     from cgtool.processes import Children
 
@@ -407,15 +408,6 @@ class _Warm:
         split_at = ", ".join(stitched.splitting_ops) or "nothing"
         self._on_event(Event(phase="split", message=f"{said}, split at {split_at}"))
         work = wanted(plan, self._config, stitched.fallbacks)
-        done = compile_work(
-            work,
-            objects=writer.objects,
-            manager=self._manager_for(plan, pool),
-            pool=pool,
-            split_out=split_out,
-            on_event=self._on_event,
-        )
-        self._stack.close()
         manifest = Manifest(
             hash=key.hash,
             rank=self._rank,
@@ -427,8 +419,21 @@ class _Warm:
             variants=tuple(map(counts_of, plan.variants)),
             rows=(),
             lookup=(self._live.lookup,),
-        ).with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
-        manifest = self._prove(manifest, key, files, writer.objects)
+        )
+        ahead = self._calls_ahead(_published(manifest, key, files, writer.objects), pool)
+        with nullcontext() if ahead is None else contextlib.closing(ahead):
+            done = compile_work(
+                work,
+                objects=writer.objects,
+                manager=self._manager_for(plan, pool),
+                pool=pool,
+                split_out=split_out,
+                on_variant=None if ahead is None else ahead.offer,
+                on_event=self._on_event,
+            )
+        self._stack.close()
+        manifest = manifest.with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
+        manifest = self._prove(manifest, key, files, writer.objects, ahead)
         if any(proof.again for proof in self._proofs):
             from cgtool.compiler.proof.restride import with_restrides  # as the proof itself
 
@@ -455,7 +460,22 @@ class _Warm:
             ),
         )
 
-    def _prove(self, manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> Manifest:
+    def _calls_ahead(self, found: Found, pool: WorkerPool | Cluster | None) -> CallsAhead | None:
+        """Return what proves variants while others compile; None where this process compiles, or proves at the end."""
+        if pool is None or self._ranks is not None or not self._config.proof:
+            return None
+        from cgtool.compiler.proof.calls import CallsAhead  # imports Dynamo, which a hit does not need
+
+        return CallsAhead.of(found, self._spec)
+
+    def _prove(
+        self,
+        manifest: Manifest,
+        key: Key,
+        files: Mapping[str, bytes],
+        objects: ObjectStore,
+        ahead: CallsAhead | None = None,
+    ) -> Manifest:
         """Call what is to be published beside the model, which must give the same; return the manifest that says so."""
         if not self._config.proof:
             return manifest
@@ -464,9 +484,11 @@ class _Warm:
 
         self._on_event(Event(phase="prove", message="the whole call beside the model itself"))
         begun = time.perf_counter()
-        plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
-        found = Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)
-        self._proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout, ranks=self._ranks)
+        found = _published(manifest, key, files, objects)
+        proofs = None if ahead is None else ahead.proofs(found)
+        if proofs is None:
+            proofs = prove_calls(found, self._spec, timeout_secs=self._config.compile_timeout, ranks=self._ranks)
+        self._proofs = proofs
         self._on_event(Event(phase="prove", message="the whole call", secs=time.perf_counter() - begun))
         variants = tuple(
             msgspec.structs.replace(variant, proved_at=proof.proved_at, proof_gap="" if proof.later else proof.gap)
@@ -494,3 +516,9 @@ class _Warm:
     def _dump(self, manifest: Manifest) -> None:
         if self._config.debug_dump_path:
             dump_entry(self._layout, manifest, self._config.debug_dump_path)
+
+
+def _published(manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> Found:
+    """Return an entry as `load` would find it, once it is published."""
+    plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
+    return Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)

@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -39,6 +40,10 @@ _log = logging.getLogger(__name__)
 
 #: How many pieces a line of progress names.
 _MOST_LISTED = 6
+
+
+#: Called with the number of a variant and its rows.
+OnVariant = Callable[[int, tuple[Row, ...]], None]
 
 
 class SplitAgainError(Exception):
@@ -69,13 +74,15 @@ def compile_work(
     manager: CompilerManager,
     pool: WorkerPool | Cluster | None = None,
     split_out: Callable[[str, str], bool] = lambda *_: False,
+    on_variant: OnVariant | None = None,
     on_event: OnEvent,
 ) -> Compiled:
     """Compile or reuse every artifact of `work` and put it into an entry.
 
     A piece that no compiler takes for all of its variant's sizes runs as it stands, and is reported; one that none
     takes for a concrete size or a range alone is an error. `split_out` is asked of a piece and the op at which it
-    fails: whether that can run between pieces instead. Events come from one thread at a time.
+    fails: whether that can run between pieces instead. `on_variant` is called with a variant and its rows as soon as
+    all of them are compiled; it must not block. Events come from one thread at a time.
 
     Raises:
         SplitAgainError: Ops are to be split out; what could be compiled is stored.
@@ -88,13 +95,11 @@ def compile_work(
     # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
     groups = sorted(unique(work), key=lambda group: not group[0].is_base)
     tasks = [_Task(items=group, work=group[0]) for group in groups]
-    run = _Run(tasks, objects, manager, pool, split_out=split_out, on_event=on_event)
+    run = _Run(tasks, objects, manager, pool, split_out=split_out, on_variant=on_variant, on_event=on_event)
     run.go()
     if run.in_parts:
         raise SplitAgainError
-    served = [
-        (item, task) for task in run.tasks for item in task.items if item.is_base or item.place not in run.as_it_stands
-    ]
+    served = run.served()
     _raise_failures(list(dict.fromkeys(task for _, task in served if task.error is not None)))
     done = [(item, task, task.built) for item, task in served if task.built is not None]
     units = {task: unit for _, task, unit in done}.values()
@@ -133,6 +138,11 @@ class _Task:
     error: CompileError | None = None
 
     @property
+    def variants(self) -> set[int]:
+        """The variants that its artifact serves."""
+        return {item.variant for item in self.items}
+
+    @property
     def label(self) -> str:
         """What is compiled, for people: "pieces 2, 4, 6 (general)"."""
         indices = sorted({item.piece_index for item in self.items})
@@ -158,6 +168,7 @@ class _Run:
         pool: WorkerPool | Cluster | None,
         *,
         split_out: Callable[[str, str], bool],
+        on_variant: OnVariant | None,
         on_event: OnEvent,
     ) -> None:
         self.tasks = tasks
@@ -166,6 +177,9 @@ class _Run:
         self.as_it_stands: set[tuple[int, int]] = set()
         self.in_parts: set[str] = set()
         self._split_out = split_out
+        self._on_variant = on_variant
+        #: How many tasks of each variant have not ended.
+        self._unfinished = Counter(variant for task in tasks for variant in task.variants)
         self._objects = objects
         self._manager = manager
         self._on_event = on_event
@@ -175,6 +189,15 @@ class _Run:
         self._running: dict[_Task, str] = {}
         self._left = len(tasks)
         self._fatal: BaseException | None = None
+
+    def served(self) -> list[tuple[Work, _Task]]:
+        """Return the work that gets a row: where a piece runs as it stands, nothing is compiled for single sizes."""
+        return [
+            (item, task)
+            for task in self.tasks
+            for item in task.items
+            if item.is_base or item.place not in self.as_it_stands
+        ]
 
     def go(self) -> None:
         pool = self._pool
@@ -268,6 +291,7 @@ class _Run:
         with self._lock:
             self._running.pop(task, None)
             self._left -= 1
+            self._unfinished.subtract(task.variants)
             unit = task.built
             if unit is not None and self._fatal is None:
                 worker = None if self._cluster is None else self._cluster.made_by.get(unit.artifact.digest)
@@ -278,8 +302,18 @@ class _Run:
                     self._tell()
             elif task.error is not None and self._fatal is None:
                 self._tell(f"{task.label} failed", secs=0.0)
+            for variant in task.variants:
+                if self._on_variant is not None and not self._unfinished[variant]:
+                    self._hand_on(variant, self._on_variant)
             if self._left == 0 or self._fatal is not None:
                 self._here.put(None)
+
+    def _hand_on(self, variant: int, on_variant: OnVariant) -> None:
+        """Report a variant whose tasks have all ended, if all of them succeeded; the lock is held."""
+        served = [(item, task.work.adaptor, task.built) for item, task in self.served() if item.variant == variant]
+        rows = [item.row(adaptor, unit.artifact) for item, adaptor, unit in served if unit is not None]
+        if len(rows) == len(served):
+            on_variant(variant, tuple(rows))
 
     def _tell(self, message: str | None = None, *, secs: float | None = None) -> None:
         """Tell of one task, or of all that run now; the lock is held."""

@@ -15,6 +15,8 @@ pytest.importorskip("torch")
 import torch
 
 import cgtool
+from cgtool.compiler.pipeline import warm
+from cgtool.compiler.proof import calls
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,12 +60,12 @@ def run(*command: str, **variables: str) -> str:
 
 def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
     cache = str(tmp_path / "cache")
-    warm = [sys.executable, "-m", "cgtool", "warm", f"{FIXTURES / 'tiny_llama.py'}:build", "--json"]
-    warm += ["--device", "cuda", "--dtype", "bfloat16", "--arg", "dtype=bfloat16", "--compile-sizes", "1,8"]
-    warm += ["--cache-dir", cache]
-    first = json.loads(run(*warm))
+    command = [sys.executable, "-m", "cgtool", "warm", f"{FIXTURES / 'tiny_llama.py'}:build", "--json"]
+    command += ["--device", "cuda", "--dtype", "bfloat16", "--arg", "dtype=bfloat16", "--compile-sizes", "1,8"]
+    command += ["--cache-dir", cache]
+    first = json.loads(run(*command))
     assert first["compiled"] == 9
-    again = json.loads(run(*warm))
+    again = json.loads(run(*command))
     assert (again["compiled"], again["trace_secs"]) == (0, 0)
     served = json.loads(run(sys.executable, "-c", SERVE, cache))
     # bfloat16 has 8 bits of mantissa; eager rounds after every operation, a fused kernel once.
@@ -72,6 +74,16 @@ def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
     if torch.cuda.device_count() > 1:  # another GPU of its kind, which is all that this process sees
         there = json.loads(run(sys.executable, "-c", SERVE, cache, CUDA_VISIBLE_DEVICES="1"))
         assert there["worst"] < 0.1
+
+
+def test_variants_are_called_beside_the_model_while_others_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "prove_calls", None)  # it would call them all at the end
+    call = cgtool.ExampleCall(args=(torch.ones(4, 1, device="cuda"),))
+    spec = cgtool.ModelSpec(module=Wide().eval().cuda(), calls=[call], dynamic={"x": {0: "rows"}})
+    config = cgtool.CompilationConfig(compile_sizes=[8], jobs=2)
+    general, one = warm(spec, config=config, cache_dir=tmp_path).manifest.variants
+    assert {"rows": 8} in general.proved_at
+    assert one.proved_at == ({"rows": 1},)
 
 
 class Counts(torch.nn.Module):

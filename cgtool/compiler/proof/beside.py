@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from cgtool.plan.shapes import of_sizes, shape_text
 from cgtool.runtime.call import NOT_SERVED, LoadedModel
 from cgtool.runtime.find import Found, open_entry
 from cgtool.runtime.generate import strides_matter
+from cgtool.store.records import Row
 from cgtool.trace.examples import arguments_for, sizes_of
 
 StageName = Literal["start", "model", "compiled"]
@@ -137,44 +138,70 @@ class Calls:
         )
         self._until = time.monotonic() + _ENOUGH_SECS
 
-    def proofs(self) -> tuple[CallProof, ...]:
-        """Return what came of each variant; inputs are drawn in another way where the model does not run on them."""
-        variants = self._found.plan.variants
+    def proofs(self, compiled: Iterable[tuple[int, Sequence[Row]]] | None = None) -> dict[int, CallProof]:
+        """Return the proof of each variant; inputs are drawn in another way where the model does not run on them.
+
+        Args:
+            compiled: The variants to call, each with its rows, in the order in which they are there; it may block until
+                the next one is. None calls all variants of the entry.
+        """
+        rows = self._found.entry.manifest.rows
+        todo = compiled if compiled is not None else [(i, rows) for i in range(len(self._found.plan.variants))]
         proofs: dict[int, CallProof] = {}
         failures: dict[int, NotRunnableError] = {}
+        bound = index_bound(_as_graph(self._found.plan.variants[0], self._found.plan.graphs))
         for style in STYLES if self._draws else STYLES[:1]:
-            todo = [index for index in range(len(variants)) if index not in proofs]
-            if not todo:
-                break
-            with Twins(
-                self._spec.module, style=style, bound=index_bound(_as_graph(variants[0], self._found.plan.graphs))
-            ) as twins:
-                try:
-                    loaded = open_entry(self._found, self._spec.module, _open)
-                except ArtifactError as error:
-                    msg = f"What was compiled cannot be opened: {error}"
-                    raise CallMismatchError(msg) from error
-                for index in todo:
+            again: list[tuple[int, Sequence[Row]]] = []
+            with Twins(self._spec.module, style=style, bound=bound) as twins:
+                for index, served_by in self._waited_for(todo):
                     try:
-                        proofs[index] = self._variant(loaded, index, twins)
+                        proofs[index] = self._variant(index, served_by, twins)
                     except NotRunnableError as error:
                         failures.setdefault(index, error)
+                        again.append((index, served_by))
+            todo = again
+            if not todo:
+                break
         for index, failure in failures.items():
             gap = f"not run: the model itself does not run on {'seeded' if self._draws else 'these'} inputs ({failure})"
             proofs.setdefault(index, CallProof(gap=gap, later=failure.later))
-        return tuple(proofs[index] for index in range(len(variants)))
+        return proofs
 
-    def _variant(self, loaded: LoadedModel, index: int, twins: Twins) -> CallProof:
-        variant, alone = loaded.plan.variants[index], loaded.alone(index)
+    def _waited_for(self, todo: Iterable[tuple[int, Sequence[Row]]]) -> Iterator[tuple[int, Sequence[Row]]]:
+        """Yield from `todo`; waiting for the next variant does not count as time spent on calls."""
+        items = iter(todo)
+        while True:
+            began = time.monotonic()
+            item = next(items, None)
+            self._until += time.monotonic() - began
+            if item is None:
+                return
+            yield item
+
+    def _opened(self, index: int, rows: Sequence[Row]) -> LoadedModel:
+        """Open the artifacts of one variant: return what `load` would, which serves that variant alone."""
+        variants = self._found.plan.variants
+        served_by = tuple(replace(row, variant=0) for row in rows if row.variant == index)
+        entry = replace(self._found.entry, manifest=replace(self._found.entry.manifest, rows=served_by))
+        plan = replace(self._found.plan, variants=(variants[index], *variants[:index], *variants[index + 1 :]))
+        try:
+            return open_entry(replace(self._found, entry=entry, plan=plan), self._spec.module, _open).alone(0)
+        except ArtifactError as error:
+            msg = f"What was compiled cannot be opened: {error}"
+            raise CallMismatchError(msg) from error
+
+    def _variant(self, index: int, rows: Sequence[Row], twins: Twins) -> CallProof:
+        loaded = self._opened(index, rows)
+        variant = loaded.plan.variants[0]
         proved: list[dict[str, int]] = []
         failure: NotRunnableError | None = None
         refused: dict[str, int] | None = None
         self._restrides = {}
-        for sizes in self._agreed(variant.name, list(self._sizes(variant, index))):
+        for sizes in self._agreed(variant.name, list(self._sizes(variant, index, rows))):
             if not self._all("there is time for another call", yes=time.monotonic() < self._until):
                 break
             try:
-                at, is_served = self._at(variant, alone, sizes, twins)
+                at, is_served = self._at(variant, loaded, sizes, twins)
             except NotRunnableError as error:
                 failure = failure or error
                 continue
@@ -211,7 +238,7 @@ class Calls:
         wanted = [decode(text.encode(), list[dict[str, int] | None]) for text in texts]
         return [one for one in wanted[0] if all(one in others for others in wanted)]
 
-    def _sizes(self, variant: Variant, index: int) -> Iterator[Mapping[str, int] | None]:
+    def _sizes(self, variant: Variant, index: int, rows: Sequence[Row]) -> Iterator[Mapping[str, int] | None]:
         """Yield sizes of a variant's dynamic dimensions to call it at; None is the example's own."""
         yield None
         if not variant.dims.keys() - variant.fixed.keys():
@@ -222,7 +249,7 @@ class Calls:
         with contextlib.suppress(CompileError):
             for sizes in sizes_to_prove(graph, (), limits):
                 yield {name: sizes[symbol] for name, symbol in names.items() if symbol in sizes}
-        shapes = {repr(row.shape): row.shape for row in self._found.entry.manifest.rows if row.variant == index}
+        shapes = {repr(row.shape): row.shape for row in rows if row.variant == index}
         for shape in shapes.values():
             sizes = {name: low for name, (low, high) in shape.items() if name not in variant.fixed}
             at = {symbol: sizes[name] for name, symbol in names.items() if name in sizes}

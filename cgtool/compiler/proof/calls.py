@@ -16,8 +16,10 @@ import ctypes
 import dataclasses
 import functools
 import inspect
+import logging
 import mmap
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -36,9 +38,13 @@ from cgtool.errors import CallMismatchError, ProofCrashError, brief
 from cgtool.guards import _torch as private
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
+from cgtool.plan.records import Plan
 from cgtool.processes import ChildEndedError, log_words, run_in_copy
 from cgtool.runtime.call import first_index
 from cgtool.runtime.find import Found
+from cgtool.store.records import Row
+
+_log = logging.getLogger(__name__)
 
 #: How long all calls may take, in seconds, where no limit is set.
 _TIMEOUT_SECS = 600.0
@@ -70,7 +76,11 @@ class _NoReplicaError(Exception):
 
 
 def prove_calls(
-    found: Found, spec: ModelSpec, *, timeout_secs: float | None, ranks: Ranks | None
+    found: Found,
+    spec: ModelSpec,
+    *,
+    timeout_secs: float | None,
+    ranks: Ranks | None,
 ) -> tuple[CallProof, ...]:
     """Call what `load` would serve beside the model itself, and compare; the entry need not be published.
 
@@ -80,8 +90,7 @@ def prove_calls(
         RankLostError: Another rank failed or died.
     """
     count = len(found.plan.variants)
-    devices = {item.meta.device for variant in found.plan.variants for item in variant.inputs}
-    device = next((name for name in sorted(devices) if name != "cpu"), "cpu")
+    device = _device_of(found.plan)
     reason = _why_not(found, spec, device)
     exchanges = private.exchanges() and _may_exchange(found)
     twin: ModelSpec | None = None  # what is called in this process
@@ -108,11 +117,9 @@ def prove_calls(
                 with contextlib.suppress(_NoReplicaError):
                     twin = replica(spec)
         if twin is not None:
-            index = None if device == "cpu" else first_index(spec.module, found.plan)
-            indices = [torch.accelerator.current_device_index() if index is None else index] if device != "cpu" else []
             with (
                 _ended_if_it_hangs(timeout_secs or _TIMEOUT_SECS) if exchanges else contextlib.nullcontext(),
-                torch.random.fork_rng(indices, device_type="cuda" if device == "cpu" else device),
+                _random_state_kept(found.plan, spec, device),
             ):
                 answer = _answer(found, twin, device, stage, ranks if exchanges else None)
     except ChildEndedError as error:
@@ -120,8 +127,90 @@ def prove_calls(
     finally:
         stage.close()
     if answer.wrong:
-        raise CallMismatchError(f"{answer.wrong} {_ANYHOW}", actual=answer.wrong)
+        raise _mismatch(answer.wrong)
     return answer.variants
+
+
+def _mismatch(wrong: str) -> CallMismatchError:
+    return CallMismatchError(f"{wrong} {_ANYHOW}", actual=wrong)
+
+
+def _random_state_kept(plan: Plan, spec: ModelSpec, device: str) -> contextlib.AbstractContextManager[None]:
+    """Leave torch's random generators as they are after calls in this process."""
+    if device == "cpu":
+        return torch.random.fork_rng([])
+    index = first_index(spec.module, plan)
+    indices = [torch.accelerator.current_device_index() if index is None else index]
+    return torch.random.fork_rng(indices, device_type=device)
+
+
+def _device_of(plan: Plan) -> str:
+    devices = {item.meta.device for variant in plan.variants for item in variant.inputs}
+    return next((name for name in sorted(devices) if name != "cpu"), "cpu")
+
+
+class CallsAhead:
+    """Makes the calls of each variant in a thread as soon as it is compiled, while other variants still compile.
+
+    Only for a model on an accelerator, outside a process group: then the calls are made in this process anyway.
+
+    Args:
+        found: The entry, without rows.
+        spec: The model and its example calls.
+    """
+
+    def __init__(self, found: Found, spec: ModelSpec) -> None:
+        self._found = found
+        self._spec = spec
+        self._rows: dict[int, tuple[Row, ...]] = {}
+        self._compiled: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._made: dict[int, CallProof] = {}
+        self._wrong = ""
+        self._thread = threading.Thread(target=self._make, name="cgtool-calls", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, found: Found, spec: ModelSpec) -> CallsAhead | None:
+        """Return what makes the calls of an entry ahead; None where they have to wait for all of it."""
+        device = _device_of(found.plan)
+        together = private.exchanges() and _may_exchange(found)
+        return None if device == "cpu" or together or _why_not(found, spec, device) else cls(found, spec)
+
+    def offer(self, variant: int, rows: tuple[Row, ...]) -> None:
+        """Have a variant called; its artifacts are in place."""
+        self._rows[variant] = rows
+        self._compiled.put(variant)
+
+    def close(self) -> None:
+        """Make no calls beyond those of the variants that were offered."""
+        self._compiled.put(None)
+
+    def proofs(self, found: Found) -> tuple[CallProof, ...] | None:
+        """Wait for the calls and return the proof of each variant; None where some were not made of these artifacts.
+
+        Raises:
+            CallMismatchError: A call gives something else than the model.
+        """
+        self.close()
+        self._thread.join()
+        if self._wrong:
+            raise _mismatch(self._wrong)
+        called = self._found.entry.manifest.with_rows(row for index in self._made for row in self._rows[index])
+        if len(self._made) < len(found.plan.variants) or called.rows != found.entry.manifest.rows:
+            return None
+        again = any(proof.restrides for proof in self._made.values())
+        return tuple(msgspec.structs.replace(proof, again=again) for _, proof in sorted(self._made.items()))
+
+    def _make(self) -> None:
+        device = _device_of(self._found.plan)
+        try:
+            with _random_state_kept(self._found.plan, self._spec, device):
+                calls = Calls(self._found, replica(self._spec), device, lambda _: None)
+                self._made = calls.proofs((variant, self._rows[variant]) for variant in iter(self._compiled.get, None))
+        except CallMismatchError as error:
+            self._wrong = str(error)
+        except Exception as error:  # noqa: BLE001 - the calls are made again after the compile, and the reason is kept
+            _log.info("No calls were made ahead: %s", brief(error))
 
 
 @contextlib.contextmanager
@@ -251,7 +340,7 @@ def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks:
         stage[0] = STAGES.index(name)
 
     try:
-        proofs = Calls(found, spec, device, tell, ranks).proofs()
+        proofs = [proof for _, proof in sorted(Calls(found, spec, device, tell, ranks).proofs().items())]
         again = any(proof.restrides for proof in proofs)
         if ranks is not None:  # or one would publish what another one refuses, or make calls again alone
             again = "again" in ranks.meet("all calls are right", "again" if again else "")

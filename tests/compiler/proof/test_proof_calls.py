@@ -299,15 +299,48 @@ def test_one_that_never_ends_is_given_up(tmp_path, monkeypatch):
     assert result.manifest.variants[0].proof_gap == ""
 
 
-def on_a_replica(found, spec, **_):
-    """Prove in this process, as for a model on an accelerator."""
-    return beside.Calls(found, calls.replica(spec), "cpu", lambda _: None).proofs()
+@pytest.fixture
+def calls_ahead(monkeypatch):
+    """Call variants while others compile, as for a model on an accelerator; returns what was proved so."""
+    made = []
+    proofs = calls.CallsAhead.proofs
+
+    def recorded(self, found):
+        made.append(proofs(self, found))
+        return made[-1]
+
+    monkeypatch.setattr(calls.CallsAhead, "proofs", recorded)
+    monkeypatch.setattr(pipeline._Warm, "_calls_ahead", lambda self, found, _: calls.CallsAhead(found, self._spec))
+    return made
+
+
+def test_variants_are_called_while_others_compile(spec, tmp_path, calls_ahead):
+    ahead = warm(spec, config=CONFIG, cache_dir=tmp_path / "ahead").manifest.variants
+    assert [[proof.proved_at for proof in each] for each in calls_ahead] == [[variant.proved_at for variant in ahead]]
+    calls_ahead.clear()
+    assert ahead == warm(spec, config=CONFIG, cache_dir=tmp_path / "after").manifest.variants
+
+
+@pytest.mark.parametrize("change", [swapped_weights, stale, swapped_outputs, without_a_write])
+@pytest.mark.usefixtures("calls_ahead")
+def test_a_wrong_plan_is_refused_by_calls_made_ahead(spec, tmp_path, monkeypatch, change):
+    mutated(monkeypatch, each_variant(change))
+    with pytest.raises(CallMismatchError, match=r"variant default, rows=4.*Nothing new was published"):
+        warm(spec, config=CONFIG, cache_dir=tmp_path)
+
+
+def test_a_variant_that_was_not_called_ahead_is_called_at_the_end(spec, tmp_path, monkeypatch, calls_ahead):
+    offer = calls.CallsAhead.offer
+    monkeypatch.setattr(calls.CallsAhead, "offer", lambda self, variant, rows: variant or offer(self, variant, rows))
+    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    assert calls_ahead == [None]
+    assert all(variant.proved_at for variant in result.manifest.variants)
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["in a copy of the process", "in this process"])
-def test_the_model_keeps_its_tensors_and_their_values(spec, tmp_path, monkeypatch, here):
+def test_the_model_keeps_its_tensors_and_their_values(spec, tmp_path, request, here):
     if here:
-        monkeypatch.setattr(calls, "prove_calls", on_a_replica)
+        request.getfixturevalue("calls_ahead")
     own = {name: (id(tensor), tensor.clone()) for name, tensor in spec.module.state_dict(keep_vars=True).items()}
     given = copy.deepcopy(spec.calls[0].args)
     result = warm(spec, config=CONFIG, cache_dir=tmp_path)
