@@ -38,7 +38,7 @@ from cgtool.compiler.standing import (
     unproved_notes,
 )
 from cgtool.compiler.wanted import Work, leveled, wanted
-from cgtool.config import CompilationConfig
+from cgtool.config import CompilationConfig, resolve_compile_sizes
 from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards import _torch as private
@@ -351,6 +351,7 @@ class _Warm:
                     self._on_event,
                     adaptor=self._config.adaptor,
                     tracers=tracers,
+                    compile_sizes=resolve_compile_sizes(self._config),
                     on_variant=functools.partial(self._begin, pool),
                 )
             for _ in range(_MOST_SPLITS):

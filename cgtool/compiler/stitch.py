@@ -14,6 +14,7 @@ from cgtool.compiler.narrowed import narrowed_ranges
 from cgtool.compiler.required import check_required, required_sizes, serves
 from cgtool.compiler.traced import Live, Traced, VariantTracer
 from cgtool.compiler.tracers import Tracers
+from cgtool.config import CompileSize
 from cgtool.dims import FIRST_DYNAMIC, Dims
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.events import Event, OnEvent
@@ -70,9 +71,13 @@ def stitch(
     *,
     adaptor: str = AOT_INDUCTOR,
     tracers: Tracers | None = None,
+    compile_sizes: Sequence[CompileSize] = (),
     on_variant: Callable[[Plan, Sequence[Fallback]], None] = lambda *_: None,
 ) -> Stitched:
     """Trace every variant of every example call of a model and split it; `on_variant` gets each as a plan of its own.
+
+    Where children trace, too, this process starts with a variant that `compile_sizes` has autotuned: its compile takes
+    longest, and this process built the model first.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.
@@ -84,7 +89,8 @@ def stitch(
     if spec.module.training:
         msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
         raise TraceError(msg)
-    tracing = _Tracing(spec, VariantTracer(spec, splitting_ops, adaptor), tracers, on_variant, on_event)
+    tracer = VariantTracer(spec, splitting_ops, adaptor)
+    tracing = _Tracing(spec, tracer, tracers, compile_sizes=compile_sizes, on_variant=on_variant, on_event=on_event)
     check_required(spec.require, _bounds(tracing.tracer.dims))
     tracing.run()
     return tracing.stitched(time.perf_counter() - started)
@@ -109,6 +115,8 @@ class _Tracing:
         spec: ModelSpec,
         tracer: VariantTracer,
         tracers: Tracers | None,
+        *,
+        compile_sizes: Sequence[CompileSize],
         on_variant: Callable[[Plan, Sequence[Fallback]], None],
         on_event: OnEvent,
     ) -> None:
@@ -119,6 +127,7 @@ class _Tracing:
         self._not_runnable: list[Mapping[str, int]] = []
         self._spec = spec
         self._tracers = tracers
+        self._compile_sizes = compile_sizes
         self._on_variant = on_variant
         self._on_event = on_event
 
@@ -189,17 +198,25 @@ class _Tracing:
         signature, dims = self.tracer.signature, self.tracer.dims
         calls = [(call, sizes_of(call, signature, dims)) for call in self._spec.calls]
         todo = [(call, fixed) for call, passed in calls for fixed in variants_of(dims, passed)]
+        traced: dict[int, Sequence[Live]] = {}
         if self._tracers is not None:
-            # with a child for each variant, this process only has their pieces compiled
+            first = next((index for index, (_, fixed) in enumerate(todo) if self._is_tuned(fixed)), 0)
             self._tracers.begin(
-                todo if len(todo) <= self._tracers.count else todo[1:],
+                [*todo[:first], *todo[first + 1 :]],
                 splitting_ops=self.tracer.splitting_ops,
                 adaptor=self.tracer.adaptor,
                 on_traced=self._tell,
             )
+            with contextlib.suppress(CgtoolError):  # raised again when its turn comes
+                traced[first] = self._trace(*todo[first], progress=(0, len(todo)))
+                self._tell(one.record for one in traced[first])
+        num_traced = len(traced)
         for index, (call, fixed) in enumerate(todo):
             try:
-                self._keep(self._trace(call, fixed, progress=(index, len(todo))))
+                if index not in traced:
+                    traced[index] = self._trace(call, fixed, progress=(num_traced, len(todo)))
+                    num_traced += 1
+                self._keep(traced[index])
             except CgtoolError as error:
                 reason = self.tracer.why_not_runnable(call, fixed) if fixed and self._kept else None
                 if reason is None:
@@ -209,6 +226,11 @@ class _Tracing:
                 self._leave_out([_spelled(fixed)], reason)
         for call, passed in calls:
             self._widen(call, passed)
+
+    def _is_tuned(self, fixed: Mapping[str, int]) -> bool:
+        """Return whether a compile size asks for just the sizes that a variant fixes."""
+        sizes = [dict(fixed), *(fixed.values() if len(fixed) == 1 else ())]
+        return any(size in self._compile_sizes for size in sizes)
 
     def _widen(self, call: ExampleCall, sizes: Mapping[str, int]) -> None:
         """Trace further variants of a call until all sizes that are required of it are served."""

@@ -52,7 +52,6 @@ class Tracers:
     """
 
     def __init__(self, children: Children) -> None:
-        self.count = children.limit
         self._children = children
         self._executor = ThreadPoolExecutor(children.limit, "cgtool-trace", initializer=self._wait_until_built)
         self._begun: dict[tuple[object, ...], Future[TraceReport]] = {}
