@@ -16,7 +16,14 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from cgtool.errors import CacheError, RemoteError, UsageError
 from cgtool.store.bundle_index import refused
-from cgtool.store.files import ensure_folder, is_temporary, os_errors_as_cache_errors, remove, write_atomic, written
+from cgtool.store.files import (
+    ensure_folder,
+    is_temporary,
+    os_errors_as_cache_errors,
+    remove,
+    temporary_file,
+    write_atomic,
+)
 
 CHUNK_BYTES = 2**20
 #: How often one file is asked for; between two attempts lie a part of `BACKOFF_SECS`, then of twice that, ...
@@ -248,7 +255,7 @@ class FolderStore:
             write_atomic(place, data)
             return True
         ensure_folder(place.parent)
-        with written(place, data) as temporary:
+        with temporary_file(place, data) as temporary:
             try:
                 place.hardlink_to(temporary)
             except FileExistsError:

@@ -1,6 +1,6 @@
-"""The cache: a directory of compiled pieces that survives kills, copies and other processes. Imports no torch.
+"""The cache: a directory of compiled pieces that survives kills, copies and concurrent processes. Imports no torch.
 
-What goes wrong with a file is a `CacheError` that names it, from every function of this room: it cannot be read,
-written or removed. It is a `CacheCorruptError` where the file is there and torn, is another's, or differs from its
-digest, and a `CacheSchemaError` where another version of cgtool wrote it. Docstrings name what else there may be.
+Every function in this package raises `CacheError`, which names the file, if a file cannot be read, written or removed;
+`CacheCorruptError` if a file is truncated, belongs elsewhere or does not match its digest; and `CacheSchemaError` if
+another version of cgtool wrote it. Docstrings list only the errors beyond these.
 """

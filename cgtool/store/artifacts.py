@@ -42,7 +42,7 @@ from cgtool.plan.grammar import Digest, Record, decode
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, KINDS, kind_of
 from cgtool.plan.records import Plan
 from cgtool.plan.shapes import Shape, shape_text
-from cgtool.store.files import reading
+from cgtool.store.files import open_file
 from cgtool.store.records import Artifact, Manifest, Row
 
 _MAX_LINE_BYTES = 2**16
@@ -143,7 +143,7 @@ def misplaced(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[Ro
 
 def _beginning(path: Path, artifact: Artifact) -> bytes:
     """Return as much of an artifact as says what it was compiled from."""
-    with reading(path) as file:
+    with open_file(path) as file:
         return file.read(artifact.size_bytes if artifact.kind == KINDS[EAGER] else _MAX_LINE_BYTES)
 
 

@@ -42,7 +42,7 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.store.files import (
     ARTIFACT_MODE,
-    corrupt,
+    corrupt_error,
     ensure_folder,
     ensure_root,
     is_newer,
@@ -369,8 +369,8 @@ def _broken(folder: Path, manifest: Manifest, name: str) -> CacheCorruptError:
     path = folder / name
     record = manifest.files.get(name)
     if record is None:
-        return corrupt(path, "the manifest does not name it")
+        return corrupt_error(path, "the manifest does not name it")
     data = read_bytes(path)
     if data is None:
-        return corrupt(path, "the manifest names it and it is missing", expected=record.sha256)
-    return corrupt(path, "its bytes differ from its digest", expected=record.sha256, actual=sha256_hex(data))
+        return corrupt_error(path, "the manifest names it and it is missing", expected=record.sha256)
+    return corrupt_error(path, "its bytes do not match its digest", expected=record.sha256, actual=sha256_hex(data))

@@ -1,19 +1,19 @@
-"""How bytes reach the disk and come back: whole files, sealed records, errors as sentences. Must not import torch.
+"""Atomic file writes, verified reads, sealed records, and I/O errors as `CacheError`. Must not import torch.
 
-Every file of the cache is written once under a temporary name in its own folder, flushed to the disk, and renamed. A
-temporary name is `.<name>.<pid>.<token>.tmp`; no reader opens such a name, so what a killed process leaves is ignored,
-and `sweep` removes it once it is old. Nothing is ever changed in place.
+Every file in the cache is written once, under a temporary name in its destination folder, flushed to disk, and renamed.
+A temporary name is `.<name>.<pid>.<token>.tmp`. Readers never open such a name, so files left by a killed process are
+ignored, and `sweep` removes them once they are old. Files are never modified in place.
 
 A sealed record is a JSON object whose last member is the SHA-256 of all bytes before that member's line::
 
     {
-     "record": "manifest-3",                         what it is, and the version of its grammar
+     "record": "manifest-3",                         record type and version of its grammar
      "cgtool": "<version that wrote it>",
      ...
      "sha256": "<64 hexadecimal digits>"
     }
 
-So a torn file and a flipped bit are noticed by one hash, before anything is parsed, and a newer version says so.
+One hash thus detects truncation and bit flips before anything is parsed, and the version identifies newer records.
 """
 
 import contextlib
@@ -43,32 +43,31 @@ RECORD_MODE = 0o644
 
 _TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = r"\..*\.([0-9]{1,10})\.[0-9a-f]+\.tmp"
-#: A temporary file that has not grown for so long belongs to a process that is gone.
+#: A temporary file unmodified for this long belongs to a process that is gone.
 _ABANDONED_SECS = 3600.0
-#: Without waiting for a writer of what is a pipe.
-_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-#: For a file of the cache's own: a link that lies in its place is not followed, and a pipe is not waited for.
-OWN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-#: Someone may remove the folder between making it and writing into it; more than a few times is no accident.
+#: O_NONBLOCK: opening a FIFO must not wait for a writer.
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+#: Flags for a file that only cgtool creates: do not follow a symlink in its place or block on a FIFO.
+SAFE_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+#: Another process may remove the folder between its creation and the write, but not many times in a row by accident.
 _ATTEMPTS = 5
-#: More than a file system keeps beside the names of files, so that a full disk shows.
+#: Too large for a file system to store inline in the inode, so that a full disk is detected.
 _PROBE_BYTES = 16384
 _SIGNATURE = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
-    "# This file marks a cache of cgtool: its contents can be made again, so backups may skip it.\n"
+    "# This directory is a cgtool cache: its contents can be regenerated, so backups may skip it.\n"
     "# See https://bford.info/cachedir/\n"
 )
 
-
-#: What EFBIG and SIGXFSZ mean, and what to do.
-FILE_LIMIT = "it is larger than a file may be here. Raise the limit on the size of files (`ulimit -f`)"
-#: What other errors mean, and what to do.
-_WHY = {
+#: Explanation and remedy for EFBIG and SIGXFSZ.
+FILE_LIMIT = "it exceeds the file size limit. Raise the limit (`ulimit -f`)"
+#: Explanations and remedies for other errors.
+_EXPLANATIONS = {
     errno.EROFS: ("it is on a read-only file system", "Make it writable"),
     errno.EACCES: ("permission denied", "Change its permissions"),
     errno.EPERM: ("permission denied", "Change its permissions"),
-    errno.ENOTDIR: ("a part of this path is a file and not a folder", "Remove it"),
-    errno.ENOENT: ("there is no such file or folder", "Check the path"),
+    errno.ENOTDIR: ("a component of this path is a file, not a folder", "Remove it"),
+    errno.ENOENT: ("no such file or folder", "Check the path"),
 }
 
 
@@ -80,18 +79,18 @@ def cache_error(
     doing: str = "written",
     elsewhere: str = "choose another folder with --cache-dir or CGTOOL_CACHE_DIR",
 ) -> CacheError:
-    """Return the sentence for an error of the operating system; `doing` is "written", "read" or "removed"."""
+    """Return a `CacheError` that explains an `OSError`; `doing` is "written", "read" or "removed"."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _full_disk(error, Path(path), needed_bytes, elsewhere)
     if error.errno == errno.EFBIG:
         return CacheError(f"{path} could not be written: {FILE_LIMIT}.", path=path)
-    why, todo = _WHY.get(error.errno or 0, (error.strerror or str(error), "Check the disk"))
-    return CacheError(f"{path} could not be {doing}: {why}. {todo} or {elsewhere}.", path=path)
+    reason, remedy = _EXPLANATIONS.get(error.errno or 0, (error.strerror or str(error), "Check the disk"))
+    return CacheError(f"{path} could not be {doing}: {reason}. {remedy} or {elsewhere}.", path=path)
 
 
 @contextlib.contextmanager
 def os_errors_as_cache_errors(path: Path | None = None, *, doing: str = "read") -> Iterator[None]:
-    """Turn errors of the system in the block into `cache_error`'s; without a path, those that name a file.
+    """Convert an `OSError` in the block to a `CacheError`. Without a path, convert only errors that name a file.
 
     Raises:
         CacheError: In place of an `OSError`.
@@ -99,31 +98,25 @@ def os_errors_as_cache_errors(path: Path | None = None, *, doing: str = "read") 
     try:
         yield
     except OSError as error:
-        named = error.filename if path is None else path
-        if not isinstance(named, (str, bytes, os.PathLike)):
+        failed = error.filename if path is None else path
+        if not isinstance(failed, (str, bytes, os.PathLike)):
             raise
-        raise cache_error(error, Path(os.fsdecode(named)), doing=doing) from error
+        raise cache_error(error, Path(os.fsdecode(failed)), doing=doing) from error
 
 
 def _full_disk(error: OSError, path: Path, needed_bytes: int | None, elsewhere: str) -> CacheError:
-    what = "quota is used up" if error.errno == errno.EDQUOT else "disk is full"
+    reason = "quota is exceeded" if error.errno == errno.EDQUOT else "disk is full"
     needed = "" if needed_bytes is None else f", {needed_bytes} bytes were needed"
     free = ""
     with contextlib.suppress(OSError):
-        free = f" and {shutil.disk_usage(_existing(path)).free} bytes are free"
-    text = f"{path} could not be written: the {what}{needed}{free}. Make room or {elsewhere}."
+        existing = next(above for above in (path, *path.parents) if above.exists())
+        free = f" and {shutil.disk_usage(existing).free} bytes are free"
+    text = f"{path} could not be written: the {reason}{needed}{free}. Free some space or {elsewhere}."
     return CacheError(text, path=path, expected=needed_bytes)
 
 
-def _existing(path: Path) -> Path:
-    """The nearest folder above `path` that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
 def ensure_folder(folder: Path) -> list[Path]:
-    """Make a folder and those above it, durably; return those that were missing, the innermost first."""
+    """Create a folder and its parents durably; return the ones that were missing, innermost first."""
     missing = []
     try:
         for above in (folder, *folder.parents):
@@ -132,7 +125,7 @@ def ensure_folder(folder: Path) -> list[Path]:
             missing.append(above)
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise CacheError(f"{folder} is a file, and a folder is needed there. Remove it.", path=folder) from error
+        raise CacheError(f"{folder} is a file, but a folder is needed there. Remove it.", path=folder) from error
     except OSError as error:
         for new in missing:
             with contextlib.suppress(OSError):
@@ -144,7 +137,7 @@ def ensure_folder(folder: Path) -> list[Path]:
 
 
 def ensure_root(root: Path) -> None:
-    """Make a cache root with its CACHEDIR.TAG."""
+    """Create a cache root with its CACHEDIR.TAG."""
     tag = root / "CACHEDIR.TAG"
     with os_errors_as_cache_errors(tag):
         is_there = tag.exists()
@@ -154,24 +147,24 @@ def ensure_root(root: Path) -> None:
 
 
 def check_writable(root: Path) -> None:
-    """Make a cache root and try to write into it, so that a warm fails before it does minutes of work."""
+    """Create a cache root and write a probe file, so that a warm fails before minutes of work rather than after."""
     ensure_root(root)
     base = root / CACHE_FOLDER
     ensure_folder(base)
-    with written(base / "probe", bytes(_PROBE_BYTES)):
+    with temporary_file(base / "probe", bytes(_PROBE_BYTES)):
         pass
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the file system knows how to."""
+    """Flush a folder's directory entries to disk, if the file system supports it."""
     flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
-    with contextlib.suppress(OSError), opened(os.open, folder, flags) as descriptor:
+    with contextlib.suppress(OSError), open_descriptor(os.open, folder, flags) as descriptor:
         os.fsync(descriptor)
 
 
 @contextlib.contextmanager
-def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Path]:
-    """Write `data` to a temporary file beside `path` and yield it; it is gone afterwards unless it was renamed."""
+def temporary_file(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Path]:
+    """Write `data` to a temporary file beside `path` and yield it; remove it afterwards unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(6).hex()}{_TEMPORARY_SUFFIX}")
     try:
         write_new(temporary, [data], mode)
@@ -184,7 +177,7 @@ def written(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> Iterator[Pat
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> None:
-    """Put a file in place whole: a reader finds the old bytes or the new ones, whenever this process dies.
+    """Write a file atomically: readers see the old bytes or the new ones, even if this process is killed.
 
     Raises:
         CacheError: The disk is full, the folder is read-only, ...
@@ -192,25 +185,25 @@ def write_atomic(path: Path, data: bytes, *, mode: int = RECORD_MODE) -> None:
     for attempt in range(_ATTEMPTS):
         try:
             ensure_folder(path.parent)
-            with written(path, data, mode=mode) as temporary:
+            with temporary_file(path, data, mode=mode) as temporary:
                 temporary.replace(path)
             break
         except CacheError as error:
-            removed = isinstance(error.__cause__, FileNotFoundError)
-            if not removed or attempt == _ATTEMPTS - 1:
+            folder_was_removed = isinstance(error.__cause__, FileNotFoundError)
+            if not folder_was_removed or attempt == _ATTEMPTS - 1:
                 raise
     sync_folder(path.parent)
 
 
 def write_new(path: Path, chunks: Iterable[bytes], mode: int = RECORD_MODE) -> int:
-    """Write a new file, flush it to the disk, and return its size.
+    """Write a new file, flush it to disk, and return its size in bytes.
 
     Raises:
-        OSError: It is there already, the disk is full, ...
+        OSError: The file exists already, the disk is full, ...
     """
     num_bytes = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    with opened(os.open, path, flags, mode) as descriptor:
+    with open_descriptor(os.open, path, flags, mode) as descriptor:
         for chunk in chunks:
             view = memoryview(chunk)
             num_bytes += len(view)
@@ -221,21 +214,21 @@ def write_new(path: Path, chunks: Iterable[bytes], mode: int = RECORD_MODE) -> i
 
 
 def touch(path: Path) -> None:
-    """Make an empty file, durably enough: one that is lost is made again. Raises CacheError."""
+    """Create an empty file without flushing it: a lost one is created again. Raises CacheError."""
     ensure_folder(path.parent)
     with os_errors_as_cache_errors(path, doing="written"):
         path.touch(mode=RECORD_MODE)
 
 
 def remove(path: Path) -> None:
-    """Remove a file; one that is gone already is fine. Raises CacheError."""
+    """Remove a file if it exists. Raises CacheError."""
     with os_errors_as_cache_errors(path, doing="removed"):
         path.unlink(missing_ok=True)
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder with all that is in it, as far as that can be done; never raises on account of the disk."""
-    with contextlib.suppress(OSError):  # rmtree ignores not all errors
+    """Remove a folder and its contents as far as possible; never raises `OSError`."""
+    with contextlib.suppress(OSError):  # rmtree does not ignore every error
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -249,62 +242,65 @@ def sweep(folder: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name is that of a file not yet published."""
+    """Return whether a file name is temporary, i.e. the file has not been published."""
     return name.startswith(".") and name.endswith(_TEMPORARY_SUFFIX)
 
 
 def writer_lives(name: str) -> bool | None:
-    """Return whether the process runs that a temporary file is named after; None where the name says no process.
+    """Return whether the process that a temporary file is named after is running; None if the name holds no pid.
 
-    A number of a process says nothing of another machine's or container's.
+    The answer is meaningless if the file was written on another machine or in another container.
     """
     match = re.fullmatch(_TEMPORARY, name)
     if match is None:
         return None
-    if os.name != "posix":  # elsewhere signal 0 is no question
+    if os.name != "posix":  # elsewhere, os.kill(pid, 0) does not test for existence
         return True
     try:
         os.kill(int(match[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it runs, and is another user's
+    except OSError:  # running as another user
         return True
     return True
 
 
 def names_in(folder: Path | str, *, follow: bool = True) -> list[str]:
-    """Return the names in a folder, sorted; none where it cannot be listed, or is a link that is not to be followed."""
-    if not follow and os.path.islink(folder):  # noqa: PTH114 - a str, a hundred thousand times
+    """Return the names in a folder, sorted; [] if it cannot be listed, or is a symlink and `follow` is false."""
+    if not follow and os.path.islink(folder):  # noqa: PTH114 - str paths: called for up to 100,000 folders
         return []
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - names alone, of a hundred thousand folders
+        return sorted(os.listdir(folder))  # noqa: PTH208 - as above
     except OSError:
         return []
 
 
 @contextlib.contextmanager
-def reading(path: Path | str) -> Iterator[io.FileIO]:
-    """Open a file to read it, without a buffer.
+def open_file(path: Path | str) -> Iterator[io.FileIO]:
+    """Open a regular file for unbuffered reading.
 
     Raises:
-        OSError: It is missing or cannot be opened.
-        CacheCorruptError: Something else than a file is there: a pipe would hold the reader up for ever.
+        OSError: The file is missing or cannot be opened.
+        CacheCorruptError: The path is not a regular file; reading a FIFO could block forever.
     """
-    with opened(os.open, path, _READ) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
+    with (
+        open_descriptor(os.open, path, _READ_FLAGS) as descriptor,
+        open(descriptor, "rb", buffering=0, closefd=False) as file,
+    ):
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise corrupt(path, "it is no file")
+            raise corrupt_error(path, "it is not a regular file")
         yield file
 
 
 def read_bytes(path: Path | str) -> bytes | None:
-    """Return a file's bytes, or None when there is no such file.
+    """Return a file's bytes, or None if there is no such file.
 
     Raises:
-        CacheCorruptError: Something else than a file is there.
-        CacheError: It is there and cannot be read.
+        CacheCorruptError: The path is not a regular file.
+        CacheError: The file cannot be read.
     """
     try:
-        with reading(path) as file:
+        with open_file(path) as file:
             data = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -314,46 +310,46 @@ def read_bytes(path: Path | str) -> bytes | None:
 
 
 def read_matching(path: Path | str, digest: str) -> bytes:
-    """Return the bytes of a file that is named by their digest.
+    """Return a file's bytes after checking them against their digest.
 
-    Open what is returned and never the path again: the file may change between the two.
+    Use the returned bytes and do not open the path again: the file may have changed since.
 
     Raises:
-        CacheCorruptError: It is missing, or its bytes differ from its digest.
-        CacheError: It cannot be read.
+        CacheCorruptError: The file is missing, or its bytes do not match the digest.
+        CacheError: The file cannot be read.
     """
     data = read_bytes(path)
     if data is None:
-        raise corrupt(path, "it is missing", expected=digest)
+        raise corrupt_error(path, "it is missing", expected=digest)
     actual = sha256_hex(data)
     if actual != digest:
-        raise corrupt(path, "its bytes differ from its digest", expected=digest, actual=actual)
+        raise corrupt_error(path, "its bytes do not match its digest", expected=digest, actual=actual)
     return data
 
 
 def may_exist(path: Path | str) -> bool:
-    """Return whether a file or folder is there; what cannot be looked at is taken to be."""
+    """Return whether a file or folder exists; True if that cannot be determined."""
     try:
-        os.stat(path)  # noqa: PTH116 - asked on the way of a load, and of thousands
+        os.stat(path)  # noqa: PTH116 - on the load path, thousands of times
     except OSError as error:
         return not isinstance(error, (FileNotFoundError, NotADirectoryError))
     return True
 
 
-def corrupt(path: Path | str, why: str, *, expected: Any = None, actual: Any = None) -> CacheCorruptError:
-    """Return the sentence for a file whose content cannot be trusted."""
-    text = f"{path} is corrupt: {why}. Warm the model again to replace it, or remove the file."
+def corrupt_error(path: Path | str, reason: str, *, expected: Any = None, actual: Any = None) -> CacheCorruptError:
+    """Return the error for a file whose content cannot be trusted; `reason` is a clause such as "it is missing"."""
+    text = f"{path} is corrupt: {reason}. Warm the model again to replace it, or remove the file."
     return CacheCorruptError(text, path=path, expected=expected, actual=actual)
 
 
 def is_newer(error: CacheSchemaError) -> bool:
-    """Return whether a file's schema is newer than ours, so that it must not be replaced."""
+    """Return whether a file's schema is newer than ours, in which case it must not be replaced."""
     return bool(error.actual > error.expected)
 
 
 @contextlib.contextmanager
-def opened(make: Callable[..., int], *arguments: Any) -> Iterator[int]:
-    """Hold a descriptor while the block runs.
+def open_descriptor(make: Callable[..., int], *arguments: Any) -> Iterator[int]:
+    """Call `make`, yield the file descriptor that it returns, and close it after the block.
 
     Raises:
         OSError: From `make`.
@@ -369,13 +365,13 @@ _SEAL = b',\n "sha256": "'
 _END = b'"\n}\n'
 _BEGINNING = b'{\n "record": "%s",'
 _TAG = rb'\{\n "record": "([a-z_]+)-([0-9]{1,9})"'
-#: How caches looked before records had tags.
+#: The header of records written before they had tags.
 _UNTAGGED = rb'\{\n "schema": ([0-9]{1,9}),\n "cgtool": "([^"]*)"'
 _WRITER = rb'\n "cgtool": "([^"]*)"'
 
 
 class Sealed(Record, frozen=True, kw_only=True, tag_field="record"):
-    """A record that is a file of its own. A class below it has a tag: its name, "-" and the version of its grammar."""
+    """A record stored as its own file. The tag of each subclass is its name, "-" and the version of its grammar."""
 
     cgtool: str = msgspec.field(default_factory=lambda: __version__)
 
@@ -384,7 +380,7 @@ _SealedRecord = TypeVar("_SealedRecord", bound=Sealed)
 
 
 def seal(record: Sealed) -> bytes:
-    """Return the text of a sealed file."""
+    """Return a record as the bytes of a sealed file."""
     body = msgspec.json.format(encode(record), indent=1).removesuffix(b"\n}")
     return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + _END
 
@@ -393,49 +389,49 @@ def unseal(data: bytes, kind: type[_SealedRecord], *, path: Path | str) -> _Seal
     """Return the record in the bytes of a sealed file.
 
     Raises:
-        CacheCorruptError: They are torn, differ from their digest, or break the record's grammar.
+        CacheCorruptError: The bytes are truncated, do not match their digest, or violate the record's grammar.
         CacheSchemaError: Another version of cgtool wrote them.
     """
-    body, found, end = data.rpartition(_SEAL)
+    body, marker, end = data.rpartition(_SEAL)
     actual = hashlib.sha256(body).hexdigest()
-    is_intact = bool(found) and end == actual.encode() + _END
+    is_intact = bool(marker) and end == actual.encode() + _END
     _check_version(data, kind, path, is_intact=is_intact)
-    if not found:
-        raise corrupt(path, "it is torn: it does not end with its digest")
+    if not marker:
+        raise corrupt_error(path, "it is truncated: it does not end with its digest")
     if not is_intact:
         stored = end.removesuffix(_END).decode("ascii", "replace")
-        raise corrupt(path, "its bytes differ from its digest", expected=stored, actual=actual)
+        raise corrupt_error(path, "its bytes do not match its digest", expected=stored, actual=actual)
     try:
         return decode(body + b"\n}", kind)
     except ValueError as error:
-        raise corrupt(path, f"a field is wrong: {error}") from error
+        raise corrupt_error(path, f"a field is invalid: {error}") from error
 
 
 def read_sealed(path: Path, kind: type[_SealedRecord]) -> _SealedRecord | None:
-    """Return the record in a sealed file, or None when there is no such file."""
+    """Return the record in a sealed file, or None if there is no such file."""
     data = read_bytes(path)
     return None if data is None else unseal(data, kind, path=path)
 
 
 def _check_version(data: bytes, kind: type[Sealed], path: Path | str, *, is_intact: bool) -> None:
-    own = str(kind.__struct_config__.tag)
-    if data.startswith(_BEGINNING % own.encode()):
+    expected_tag = str(kind.__struct_config__.tag)
+    if data.startswith(_BEGINNING % expected_tag.encode()):
         return
-    name, _, number = own.rpartition("-")
+    name, _, number = expected_tag.rpartition("-")
     tag, untagged = re.match(_TAG, data), re.match(_UNTAGGED, data)
     if untagged is not None:
         found, writer = int(untagged[1]), untagged[2].decode("utf-8", "replace")
     elif tag is not None and is_intact and tag[1] == name.encode():
-        wrote = re.search(_WRITER, data)
-        found, writer = int(tag[2]), "unknown" if wrote is None else wrote[1].decode("utf-8", "replace")
+        match = re.search(_WRITER, data)
+        found, writer = int(tag[2]), "unknown" if match is None else match[1].decode("utf-8", "replace")
     else:
         return
     expected = int(number)
     if found == expected and untagged is None:
         return
     if found > expected:
-        todo = "Update cgtool, or use another cache folder with --cache-dir or CGTOOL_CACHE_DIR."
+        remedy = "Update cgtool, or use another cache folder with --cache-dir or CGTOOL_CACHE_DIR."
     else:
-        todo = "Warm the model again with this version, or use the version that wrote it."
-    text = f"{path} has schema {found} and was written by cgtool {writer}; this cgtool reads schema {expected}. {todo}"
-    raise CacheSchemaError(text, path=path, expected=expected, actual=found)
+        remedy = "Warm the model again with this version, or use the version that wrote it."
+    text = f"{path} has schema {found} and was written by cgtool {writer}; this cgtool reads schema {expected}."
+    raise CacheSchemaError(f"{text} {remedy}", path=path, expected=expected, actual=found)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from cgtool.errors import CacheError
 from cgtool.host import closing, opening
-from cgtool.store.files import OWN, RECORD_MODE, cache_error, may_exist, names_in, opened
+from cgtool.store.files import RECORD_MODE, SAFE_OPEN_FLAGS, cache_error, may_exist, names_in, open_descriptor
 from cgtool.store.layout import CacheLayout, RankName, check_hash
 
 try:
@@ -161,12 +161,12 @@ def _lease(path: str, entry: str) -> Lease | None:
 
 def _opened(path: str) -> Lease:
     try:
-        return Lease(path, os.O_RDWR | os.O_CREAT | OWN)
+        return Lease(path, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS)
     except FileNotFoundError:
         os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
-        return Lease(path, os.O_RDWR | os.O_CREAT | OWN)
+        return Lease(path, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS)
     except PermissionError:
-        return Lease(path, os.O_RDONLY | OWN)  # another user's, which may be locked all the same
+        return Lease(path, os.O_RDONLY | SAFE_OPEN_FLAGS)  # another user's, which may be locked all the same
 
 
 class LeaseTable:
@@ -261,7 +261,7 @@ def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read
 def _open_to_claim(path: str, *, make: bool, to_read: bool) -> int:
     if not to_read:
         try:
-            return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | OWN, RECORD_MODE)
+            return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | SAFE_OPEN_FLAGS, RECORD_MODE)
         except OSError as error:
             # Another user's file, or one of a read-only disk, may be locked all the same.
             if error.errno not in (errno.EACCES, errno.EROFS) or not os.path.exists(path):  # noqa: PTH110 - a str
@@ -296,7 +296,7 @@ def is_abandoned(folder: Path) -> bool:
     """Return whether the process that made a folder is gone; a young one counts as held."""
     try:
         age = time.time() - folder.stat().st_mtime
-        with opened(os.open, folder, _FOLDER) as descriptor:
+        with open_descriptor(os.open, folder, _FOLDER) as descriptor:
             taken = try_lock(descriptor, exclusive=True)
     except OSError:
         return False

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cgtool.store.files import OWN, RECORD_MODE, cache_error, ensure_folder
+from cgtool.store.files import RECORD_MODE, SAFE_OPEN_FLAGS, cache_error, ensure_folder
 from cgtool.store.leases import try_lock, unlock
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def _open(path: Path) -> int:
     for _ in range(_ATTEMPTS):
         ensure_folder(path.parent)
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | OWN, RECORD_MODE)
+            return os.open(path, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS, RECORD_MODE)
         except FileNotFoundError as missing:  # someone removed the folder just now
             error = missing
         except OSError as failed:

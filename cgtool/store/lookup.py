@@ -23,7 +23,15 @@ from pathlib import Path
 import msgspec
 
 from cgtool.errors import CacheError
-from cgtool.store.files import OWN, RECORD_MODE, names_in, opened, os_errors_as_cache_errors, remove, touch
+from cgtool.store.files import (
+    RECORD_MODE,
+    SAFE_OPEN_FLAGS,
+    names_in,
+    open_descriptor,
+    os_errors_as_cache_errors,
+    remove,
+    touch,
+)
 from cgtool.store.layout import CacheLayout, RankName, check_hash, is_hash
 from cgtool.store.records import Manifest, read_manifest, timestamp
 
@@ -155,6 +163,6 @@ class StateStore:
 
 
 def _append(path: str) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | OWN
-    with opened(os.open, path, flags, RECORD_MODE) as descriptor:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | SAFE_OPEN_FLAGS
+    with open_descriptor(os.open, path, flags, RECORD_MODE) as descriptor:
         os.write(descriptor, b".")

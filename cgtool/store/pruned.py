@@ -30,11 +30,11 @@ from pathlib import Path
 from cgtool.errors import CacheError
 from cgtool.plan.grammar import Digest, Record
 from cgtool.store.files import (
-    OWN,
+    SAFE_OPEN_FLAGS,
     Sealed,
     cache_error,
     names_in,
-    opened,
+    open_descriptor,
     read_sealed,
     seal,
     sync_folder,
@@ -216,9 +216,9 @@ def count_miss(layout: CacheLayout, digest: str) -> Pruned | None:
     Returns:
         What prunes removed of it; None where they removed nothing.
     """
-    flags = os.O_WRONLY | os.O_APPEND | OWN
+    flags = os.O_WRONLY | os.O_APPEND | SAFE_OPEN_FLAGS
     try:
-        with opened(os.open, f"{_folder(layout)}/{digest}.missed", flags) as descriptor:
+        with open_descriptor(os.open, f"{_folder(layout)}/{digest}.missed", flags) as descriptor:
             os.write(descriptor, b".")
     except FileNotFoundError:
         return None

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from cgtool.plan.grammar import Count, Digest, DimName, Name, Record, Seconds, digest_of, sha256_hex
 from cgtool.plan.pieces import EAGER, Json
 from cgtool.plan.shapes import Shape, Size, check_shape, distinct_shapes, of_sizes, shape_order, shape_text
-from cgtool.store.files import Sealed, corrupt, read_bytes, seal, unseal
+from cgtool.store.files import Sealed, corrupt_error, read_bytes, seal, unseal
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
 
 #: The suffix of an artifact's file: it says how the file is opened, and whether it holds pickle.
@@ -278,7 +278,7 @@ def parse_manifest(data: bytes, *, path: Path | str, name: RankName) -> Manifest
     """Return the manifest in the bytes of a file, which must be that of `name`."""
     manifest = unseal(data, Manifest, path=path)
     if manifest.name != name:
-        raise corrupt(path, "it is the manifest of another folder", expected=name.flat, actual=manifest.name.flat)
+        raise corrupt_error(path, "it is the manifest of another folder", expected=name.flat, actual=manifest.name.flat)
     return manifest
 
 
@@ -374,7 +374,7 @@ def parse_key(data: bytes, *, path: Path, hash_: str) -> Key:
     try:
         found = combine(key.factors)
     except RecursionError as error:
-        raise corrupt(path, "it is nested without end") from error
+        raise corrupt_error(path, "it is nested without end") from error
     if not found == hash_ == key.hash:
-        raise corrupt(path, "its factors do not give the hash of its folder", expected=hash_, actual=found)
+        raise corrupt_error(path, "its factors do not give the hash of its folder", expected=hash_, actual=found)
     return key

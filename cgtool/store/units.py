@@ -26,7 +26,7 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import (
     ARTIFACT_MODE,
-    corrupt,
+    corrupt_error,
     ensure_root,
     read_bytes,
     read_matching,
@@ -113,5 +113,5 @@ def parse_unit(data: bytes, *, path: Path | str, key: str) -> Artifact:
     """Return the artifact that the bytes of a `unit.json` name, which must be that of `key`."""
     unit = unseal(data, Unit, path=path)
     if unit.key != key:
-        raise corrupt(path, "it belongs to another unit", expected=key, actual=unit.key)
+        raise corrupt_error(path, "it belongs to another unit", expected=key, actual=unit.key)
     return unit.artifact

@@ -134,7 +134,7 @@ def test_a_changed_byte_of_an_artifact_is_never_opened(bundle, loads, tmp_path):
         data[len(data) // 2] ^= 1
         path.chmod(0o644)
         path.write_bytes(data)
-    assert "its bytes differ from its digest" in loads(tmp_path / "root")[0][0]
+    assert "its bytes do not match its digest" in loads(tmp_path / "root")[0][0]
 
 
 def test_two_exports_of_a_real_entry_give_one_archive(bundle, tmp_path):

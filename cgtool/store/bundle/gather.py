@@ -16,7 +16,7 @@ from cgtool.plan.shapes import is_asked, parse_shape, shape_text
 from cgtool.store.bundle.reading import CHUNK_BYTES, header_bytes
 from cgtool.store.bundle_index import Index, Limits, Member, check_values, parse_index, without_advice
 from cgtool.store.entry import read_entry
-from cgtool.store.files import cache_error, corrupt, read_bytes, reading, seal
+from cgtool.store.files import cache_error, corrupt_error, open_file, read_bytes, seal
 from cgtool.store.key import read_key
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, CacheLayout, RankName, short
 from cgtool.store.records import Manifest, parse_manifest
@@ -106,7 +106,7 @@ def _add(found: dict[str, Content], path: str, data: bytes) -> None:
 def _key(layout: CacheLayout, hash_: str) -> bytes:
     path = layout.key_file(hash_)
     if read_key(layout, hash_) is None or (data := read_bytes(path)) is None:
-        raise corrupt(path, "it is missing")
+        raise corrupt_error(path, "it is missing")
     return data
 
 
@@ -158,7 +158,7 @@ def _trimmed(manifest: Manifest, shapes: Sequence[str], *, debug: bool) -> Manif
 def _read_file(path: Path, member: Member) -> Iterator[bytes]:
     digest, size = sha256(), 0
     try:
-        with reading(path) as file:
+        with open_file(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 size += len(chunk)
                 if size > member.size_bytes:
@@ -166,8 +166,10 @@ def _read_file(path: Path, member: Member) -> Iterator[bytes]:
                 digest.update(chunk)
                 yield chunk
     except FileNotFoundError as error:
-        raise corrupt(path, "the manifest names it and it is missing", expected=member.sha256) from error
+        raise corrupt_error(path, "the manifest names it and it is missing", expected=member.sha256) from error
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
     if size != member.size_bytes or digest.hexdigest() != member.sha256:
-        raise corrupt(path, "its bytes differ from its digest", expected=member.sha256, actual=digest.hexdigest())
+        raise corrupt_error(
+            path, "its bytes do not match its digest", expected=member.sha256, actual=digest.hexdigest()
+        )
