@@ -1,4 +1,4 @@
-"""Where everything of the cache lies: all path arithmetic, and the grammar of its names. Must not import torch.
+"""The layout of a cache: all path arithmetic, and the grammar of names. Must not import torch.
 
 The tree under a cache root::
 
@@ -7,21 +7,21 @@ The tree under a cache root::
       <hash>/                                    64 hexadecimal digits
         key.json
         artifacts/<sha256>.<kind>                kind: [a-z][a-z0-9_]*(.[a-z0-9_]+)*, at most 40 characters
-        signatures/<sha256>.json <sha256>.sig    of an entry that was imported signed, see cgtool.store.trust
+        signatures/<sha256>.json <sha256>.sig    of an entry imported with a signature, see cgtool.store.trust
         rank_<i>/<prefix>/                       i: no leading zeros; prefix: [A-Za-z0-9][A-Za-z0-9_.-]*
           manifest.json plan.json computation_graph.py transformed_code.py
-          generated/<sha256[:16]>/<file>         what a compiler wrote for an artifact, for people; in no digest
+          generated/<sha256[:16]>/<file>         compiler output for an artifact, for people; in no digest
       units/<key[:2]>/<key>/                     key: 64 hexadecimal digits
         lock unit.json <sha256>.<kind>
-      artifacts/<sha256>.<kind>                  out of a container image, whose entries link to them
+      artifacts/<sha256>.<kind>                  in container images, whose entries link to them
       lookup/<digest>/<hash>                     empty files
       lookup/indexed/<hash>-rank_<i>-<prefix>    empty files
-      state/used/<hash>-rank_<i>-<prefix>        one byte a hit
+      state/used/<hash>-rank_<i>-<prefix>        one byte per hit
       state/locks/<hash>-rank_<i>-<prefix>       empty files
-      state/leases/...                           who uses what: cgtool.store.leases
-      state/trash/... state/pruned/...           what prunes removed: cgtool.toolkit.prune
+      state/leases/...                           entries in use, see cgtool.store.leases
+      state/trash/... state/pruned/...           pruned entries, see cgtool.store.pruned
 
-Names are matched to this grammar before they become paths, so that no record can point outside of the root.
+Names are validated against this grammar before they become paths, so that no record can point outside the root.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ GRAPH_FILE = "computation_graph.py"
 CODE_FILE = "transformed_code.py"
 #: The files of a rank folder beside its manifest.
 RANK_FILES = (PLAN_FILE, GRAPH_FILE, CODE_FILE)
-#: Of a rank and prefix: what compilers wrote, for people; in no digest.
+#: Folder of a rank and prefix: compiler output for people; in no digest.
 GENERATED = "generated"
 UNIT_FILE = "unit.json"
 
-#: Which compiled part of a model is meant where nobody names one.
+#: The compiled part of a model that is used if none is named.
 DEFAULT_PREFIX = "backbone"
-#: How many digits of a hash people are shown.
+#: Number of digits of a hash shown to people.
 SHORT_DIGITS = 10
 
-#: Compiled when one is first asked for: the way of a load needs but the first three.
+# Patterns are strings, so that each is compiled on first use: a load needs only some of them.
 _HASH = r"[0-9a-f]{64}"
 _PREFIX = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _KIND = r"(?=.{1,40}\Z)[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*"
@@ -69,33 +69,33 @@ def is_hash(text: str) -> bool:
 
 
 def is_prefix(text: str) -> bool:
-    """Return whether `text` may name a compiled part of a model."""
+    """Return whether `text` is a valid name for a compiled part of a model."""
     return re.fullmatch(_PREFIX, text) is not None
 
 
 def check_hash(text: str) -> str:
-    """Return `text`, which must be a hash."""
+    """Return `text` if it is a valid hash, else raise CacheError."""
     return _checked(text, _HASH, "64 lower-case hexadecimal digits", "hash")
 
 
 def check_kind(text: str) -> str:
-    """Return `text`, which must be fit for the kind of an artifact."""
+    """Return `text` if it is a valid artifact kind, else raise CacheError."""
     return _checked(text, _KIND, "lower-case words joined by dots", "artifact kind")
 
 
 def check_prefix(text: str) -> str:
-    """Return `text`, which must be fit for a prefix."""
+    """Return `text` if it is a valid prefix, else raise CacheError."""
     return _checked(text, _PREFIX, "letters, digits, '_', '-' and '.', at most 64", "prefix")
 
 
 def parse_rank_folder(name: str) -> int | None:
-    """Return the rank of a folder name such as "rank_0", or None for a foreign folder."""
+    """Return the rank in a folder name such as "rank_0", or None for any other name."""
     match = re.fullmatch(_RANK_FOLDER, name)
     return None if match is None else int(match[1])
 
 
 def short(digest: str) -> str:
-    """Return the digits of a hash or digest that people are shown."""
+    """Return a hash or digest abbreviated for display."""
     return digest[:SHORT_DIGITS]
 
 
@@ -103,15 +103,15 @@ def resolve_root(cache_dir: Path | str | None = None) -> Path:
     """Return the absolute path of the cache root.
 
     Args:
-        cache_dir: What the user asked for by an argument or `--cache-dir`; it wins. A path that ends with
-            `torch_compile_cache` means the root above it.
+        cache_dir: The user's choice, from an argument or `--cache-dir`. A path that ends with `torch_compile_cache`
+            means its parent.
 
     Returns:
         The argument, else `CGTOOL_CACHE_DIR`, else the user's cache folder for cgtool.
     """
     chosen = cache_dir if cache_dir is not None else environment().cache_dir
     if chosen is None:
-        import platformdirs  # milliseconds, and only for who names no place
+        import platformdirs  # imported lazily: takes milliseconds, and only the default location needs it
 
         chosen = platformdirs.user_cache_dir("cgtool", appauthor=False)
     root = Path(chosen).expanduser().absolute()
@@ -119,10 +119,10 @@ def resolve_root(cache_dir: Path | str | None = None) -> Path:
 
 
 class RankName(msgspec.Struct, frozen=True, kw_only=True):
-    """What names one manifest in a cache: an entry's hash, a rank and a prefix.
+    """The name of one manifest in a cache: an entry's hash, a rank and a prefix.
 
     Raises:
-        CacheError: One of them is outside of the layout's grammar.
+        CacheError: One of them does not match the layout's grammar.
     """
 
     hash: str
@@ -134,7 +134,7 @@ class RankName(msgspec.Struct, frozen=True, kw_only=True):
         check_prefix(self.prefix)
         if type(self.rank) is not int or not 0 <= self.rank <= _MAX_RANK:
             expected = f"a number from 0 to {_MAX_RANK}"
-            raise CacheError(f"'{self.rank}' cannot be a rank: use {expected}.", expected=expected, actual=self.rank)
+            raise CacheError(f"'{self.rank}' is not a valid rank: use {expected}.", expected=expected, actual=self.rank)
 
     @property
     def flat(self) -> str:
@@ -143,7 +143,7 @@ class RankName(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths under one cache root. Touches no file, save in `hashes()` and `rank_names()`, which list folders."""
+    """The paths under one cache root. Only `hashes()` and `rank_names()` access the file system; they list folders."""
 
     root: Path
 
@@ -164,21 +164,21 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def units_dir(self) -> Path:
-        """Where units lie."""
+        """The folder of the units."""
         return self.base / "units"
 
     @property
     def lookup_dir(self) -> Path:
-        """Where the direct-mode lookup lies."""
+        """The folder of the direct-mode lookup."""
         return self.base / "lookup"
 
     @property
     def state_dir(self) -> Path:
-        """Where stamps and locks lie: outside of every digest, and never shipped."""
+        """The folder of usage stamps and locks, which are in no digest and are never shipped."""
         return self.base / "state"
 
     def entry_dir(self, hash_: str) -> Path:
-        """The folder of one entry: the unit that is shipped."""
+        """The folder of one entry, the smallest thing that can be shipped."""
         return self.base / check_hash(hash_)
 
     def key_file(self, hash_: str) -> Path:
@@ -206,13 +206,13 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.state_dir / "used" / name.flat
 
     def hashes(self) -> list[str]:
-        """Return the hashes of all entries, sorted; empty when there is no cache."""
+        """Return the hashes of all entries, sorted; empty if there is no cache."""
         return sorted(name for name in _listed(self.base) if is_hash(name))
 
     def rank_names(self, hash_: str) -> Iterator[RankName]:
-        """Yield every rank and prefix folder of an entry, by rank and prefix; a folder may lack its manifest yet.
+        """Yield every rank and prefix folder of an entry, by rank and prefix; a folder may not have its manifest yet.
 
-        A link is none: what is behind it is not the entry's, and must not be removed with it.
+        Symlinks are skipped: their targets do not belong to the entry and must not be removed with it.
         """
         entry = self.entry_dir(hash_)
         ranks = sorted(rank for name in _listed(entry, links=False) if (rank := parse_rank_folder(name)) is not None)
@@ -222,7 +222,7 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _listed(folder: Path, *, links: bool = True) -> list[str]:
-    """Names in a folder, with those of links or without; one that is missing, or was removed meanwhile, has none."""
+    """List the names in a folder, with or without symlinks; [] if the folder does not exist."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in found if links or not entry.is_symlink()]
@@ -234,7 +234,7 @@ def _listed(folder: Path, *, links: bool = True) -> list[str]:
         ) from error
 
 
-def _checked(text: str, grammar: str, expected: str, what: str) -> str:
+def _checked(text: str, grammar: str, expected: str, noun: str) -> str:
     if re.fullmatch(grammar, text) is None:
-        raise CacheError(f"{text!r} cannot be a {what}: use {expected}.", expected=expected, actual=text)
+        raise CacheError(f"{text!r} is not a valid {noun}: use {expected}.", expected=expected, actual=text)
     return text

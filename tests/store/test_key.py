@@ -166,7 +166,7 @@ def test_a_key_in_the_folder_of_another_is_corrupt(cache_root):
     key = key_of({"config": {"level": 3}})
     write_key(layout, key)
     layout.entry_dir(key.hash).rename(layout.entry_dir("ab" * 32))
-    with pytest.raises(CacheCorruptError, match="do not give the hash of its folder"):
+    with pytest.raises(CacheCorruptError, match="do not match the hash of its folder"):
         read_key(layout, "ab" * 32)
 
 
