@@ -47,7 +47,7 @@ from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short
 from cgtool.store.leases import keep
 from cgtool.store.lookup import LookupStore
 from cgtool.store.records import Key, parse_key
-from cgtool.store.trust import TELLING, Records, TrustPolicy, resolved
+from cgtool.store.trust import REASONS, Records, TrustPolicy, resolved
 
 #: Adaptors whose code names the device that it was compiled on.
 _OF_THE_FIRST_DEVICE = frozenset({"inductor", "inductor_standalone"})
@@ -212,7 +212,7 @@ class Finder:
         """Return why nothing serves: an entry that may not be trusted tells more than one of another version."""
         if self._untrusted:
             return max(
-                self._untrusted, key=lambda error: TELLING.index(error.reason) if error.reason in TELLING else -1
+                self._untrusted, key=lambda error: REASONS.index(error.reason) if error.reason in REASONS else -1
             )
         if self._other_schema is not None:
             return self._other_schema

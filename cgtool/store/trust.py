@@ -1,18 +1,20 @@
-"""Whose cache load believes: who may have written to it, or who signed it. Must not import torch.
+"""The trust policy of a load: file ownership, or signatures. Must not import torch.
 
-An artifact is native code, so whoever can write to a cache can run code in each process that loads from it. Without
-trusted keys, everything on the way to an entry must belong to this user or to root, and nobody else may write to it;
-artifacts themselves need no look, since their bytes are matched to digests that the manifest names. The way begins at
-the file system's root, for whoever may rename a folder above the cache can put another in its place; in a sticky one
-(/tmp) others cannot. So the cache's root must have been resolved, and what is read is read through that very path.
+Artifacts are native code, so anyone who can write to a cache can run code in every process that loads from it. Without
+trusted keys, every file and folder on the path to an entry must belong to this user or to root, and nobody else may
+have write permission. Artifacts themselves are exempt because their bytes are checked against the manifest's digests.
+The path starts at the root of the file system, because anyone who can rename a folder above the cache can replace it;
+in a sticky folder (/tmp) others cannot. The cache's root must therefore be resolved, and files must be read through
+that resolved path.
 
-With trusted keys, an entry must be as it was signed, wherever it lies. Import leaves beside it what was signed::
+With trusted keys, an entry must be exactly as it was signed, wherever it is stored. Import keeps the signed index
+beside the entry::
 
-    <hash>/signatures/<sha256>.json    the bundle.json of the bundle that it came in; the name is its digest
-    <hash>/signatures/<sha256>.sig     the bundle.sig
+    <hash>/signatures/<sha256>.json    bundle.json of the imported bundle; the name is its digest
+    <hash>/signatures/<sha256>.sig     bundle.sig
 
-A trusted signature vouches for the index, the index for key.json and for the rank's manifest, and the manifest for the
-plan and for each artifact. An entry that was merged or changed since is no longer what was signed, and is refused.
+A trusted signature vouches for the index, the index for key.json and the rank's manifest, and the manifest for the
+plan and every artifact. An entry that was merged or changed since no longer matches the signature and is refused.
 """
 
 from __future__ import annotations
@@ -49,28 +51,29 @@ if TYPE_CHECKING:
     from cgtool.config import CompilationConfig
     from cgtool.store.signatures import PublicKeys
 
-_SHARE = (
-    "Use a cache of your own (--cache-dir), move what you trust with cgtool export and import, sign it and set "
-    "CGTOOL_TRUSTED_KEYS, or believe whoever can write there with CGTOOL_ALLOW_SHARED_CACHE=1."
+_REMEDIES = (
+    "Use a private cache (--cache-dir), move trusted entries with cgtool export and import, sign them and set "
+    "CGTOOL_TRUSTED_KEYS, or trust everyone who can write there with CGTOOL_ALLOW_SHARED_CACHE=1."
 )
-#: More bundles than one entry comes in; whoever can write there could lay down millions.
-_MOST_SIGNATURES = 64
-#: Reasons for which one entry is refused; each tells more than those before it.
-TELLING = ("unsigned", "untrusted_key", "wrong_signature", "changed")
+#: Signatures to check per entry; others with write permission could add millions.
+_MAX_SIGNATURES = 64
+#: Reasons for refusing a signed entry, from the least to the most specific.
+REASONS = ("unsigned", "untrusted_key", "wrong_signature", "changed")
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of an entry's two records, of which nothing was interpreted yet."""
+    """The raw bytes of an entry's two records."""
 
     key: bytes
     manifest: bytes
 
 
 class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of an entry before anything of it is interpreted.
+    """The requirements that an entry must meet before any of its content is interpreted.
 
     Args:
-        trusted_keys: Files and folders of public keys, one of which must have signed it; none asks for no signature.
+        trusted_keys: Files and folders of public keys, one of which must have signed the entry; if empty, no signature
+            is required.
         allow_shared: Whether others may own the cache or write to it.
     """
 
@@ -79,9 +82,9 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: CompilationConfig | None = None, keys: Sequence[Path | str] = ()) -> TrustPolicy:
-        """Return the policy of this process: what is asked for in one place cannot be taken back in another.
+        """Return the policy of this process, which combines the environment with a configuration.
 
-        Keys that are given stand before the configuration's and the environment's.
+        `keys` take precedence over the configuration's trusted keys, and those over the environment's.
         """
         env = environment()
         configured = () if config is None else tuple(config.trusted_keys)
@@ -91,11 +94,11 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def read(self, layout: CacheLayout, name: RankName) -> Records | None:
-        """Read the records of an entry that may be believed, below a resolved root; None where there is no such entry.
+        """Return the records of a trusted entry under a resolved root, or None if there is no such entry.
 
         Raises:
             RefusedError: foreign_owner, writable_by_others, unsigned, untrusted_key, wrong_signature or changed.
-            UsageError: There is no key where `trusted_keys` says.
+            UsageError: `trusted_keys` contain no key.
         """
         if not (self.trusted_keys or self.allow_shared):
             check_owner(layout, name)
@@ -104,33 +107,34 @@ class TrustPolicy(msgspec.Struct, frozen=True, kw_only=True):
             return None
         records = Records(key=key, manifest=manifest)
         if self.trusted_keys:
-            from cgtool.store.signatures import load_public_keys  # tens of milliseconds, and only under this policy
+            from cgtool.store.signatures import load_public_keys  # imported lazily: takes tens of milliseconds
 
             check_signed(layout, name, records, load_public_keys(self.trusted_keys))
         return records
 
     def check_place(self, layout: CacheLayout, name: RankName) -> None:
-        """Check that an entry, if it is there already, may be believed: who adds to it vouches for the rest.
+        """Check that an existing entry is trusted, because adding to an entry vouches for the rest of it.
 
         Raises:
-            RefusedError: As `read`.
+            RefusedError: As for `read`.
         """
         layout = CacheLayout(root=resolved(layout.root))
         if os.path.lexists(layout.entry_dir(name.hash)):
             self.read(layout, name)
 
     def entry(self, layout: CacheLayout, name: RankName, records: Records) -> Entry | None:
-        """Return the entry of records that were believed; where they were signed, no other manifest is taken."""
+        """Return the entry of trusted records; if they were signed, no other version of the manifest is accepted."""
         return read_entry(layout, name, manifest=records.manifest if self.trusted_keys else None)
 
 
 def resolved(root: Path) -> Path:
-    """Return a cache root without links; as it is where they lead through /proc/PID/root into another container.
+    """Resolve the symlinks of a cache root.
 
-    There the names behind a link say nothing here. Such a root is refused unless the policy asks for no owner.
+    A root that leads through /proc/PID/root into another container is returned as is, because link targets there do not
+    name files here. It is refused unless the policy does not check owners.
     """
-    found = Path(os.path.realpath(root))
-    return found if _identity(found) == _identity(root) else root
+    real = Path(os.path.realpath(root))
+    return real if _identity(real) == _identity(root) else root
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -142,7 +146,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_owner(layout: CacheLayout, name: RankName) -> None:
-    """Check that only this user and root could have written what load reads of an entry.
+    """Check that only this user and root could have written the files that a load reads from an entry.
 
     Raises:
         RefusedError: foreign_owner or writable_by_others.
@@ -151,42 +155,44 @@ def check_owner(layout: CacheLayout, name: RankName) -> None:
     rank = f"{entry}/rank_{name.rank}"
     folder = f"{rank}/{name.prefix}"
     folders = (str(layout.root), f"{layout.root}/{CACHE_FOLDER}", entry, f"{entry}/{ARTIFACTS}", rank, folder)
-    check_way(layout.root)
+    check_parents(layout.root)
     check_paths((*folders, f"{entry}/{KEY_FILE}", f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"))
 
 
 def check_unit_owner(layout: CacheLayout, key: str) -> None:
     """Check that only this user and root could have written a unit's record, whose digest vouches for its artifact."""
     folder = layout.unit_dir(key)
-    check_way(layout.root)
+    check_parents(layout.root)
     check_paths(map(str, (layout.root, layout.base, layout.units_dir, folder.parent, folder, folder / UNIT_FILE)))
 
 
-def check_way(root: Path) -> None:
-    """Check that nobody else can put another folder in the place of a resolved cache root, or of one above it."""
+def check_parents(root: Path) -> None:
+    """Check that nobody else can replace a resolved cache root or any folder above it."""
     for above in (root, *root.parents):
         path = str(above)
         status = _status(path)
         if status is None:
             continue
         if stat.S_ISLNK(status.st_mode):
-            raise CacheError(f"{path} is a link, where a folder was. Name the cache by its own path.", path=path)
-        if above != root:  # what is asked of it is asked of all that lies in it
-            # In a sticky folder only the owner of a file may rename it.
-            _check_status(path, status, may_write=bool(status.st_mode & stat.S_ISVTX))
+            raise CacheError(
+                f"{path} is a link, but was a folder before. Use the resolved path of the cache.", path=path
+            )
+        if above != root:  # check_paths checks the root itself
+            # In a sticky folder, only the owner of a file can rename it.
+            _check_status(path, status, allow_write=bool(status.st_mode & stat.S_ISVTX))
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Check that files and folders belong to this user or root, and that nobody else may write to them.
+    """Check that files and folders belong to this user or root, and that nobody else can write to them.
 
-    Where one is a link, that holds for the link, for what it leads to, and for every folder on the way there. What is
-    missing passes, as the artifacts of an entry without any.
+    For a symlink, check the link, its target, and every folder on the path to the target. Missing paths pass, such as
+    the artifacts folder of an entry without artifacts.
     """
     for path in paths:
         status = _status(path)
         if status is not None and stat.S_ISLNK(status.st_mode):
-            _check_status(path, status, may_write=True)  # its owner alone may replace it
-            check_way(Path(os.path.realpath(path)))
+            _check_status(path, status, allow_write=True)  # only its owner can replace a link
+            check_parents(Path(os.path.realpath(path)))
             status = _status(path, follow=True)
         if status is not None:
             _check_status(path, status)
@@ -194,26 +200,26 @@ def check_paths(paths: Iterable[str]) -> None:
 
 def _status(path: str, *, follow: bool = False) -> os.stat_result | None:
     try:
-        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - a str on the way of a load
+        return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - a str, on the load path
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CacheError(f"{path} cannot be looked at: {error.strerror}. Check its permissions.", path=path) from error
+        raise CacheError(f"{path} cannot be accessed: {error.strerror}. Check its permissions.", path=path) from error
 
 
-def _check_status(path: str, status: os.stat_result, *, may_write: bool = False) -> None:
+def _check_status(path: str, status: os.stat_result, *, allow_write: bool = False) -> None:
     if not hasattr(os, "geteuid"):
-        return  # Windows, where none of this says who may write
+        return  # Windows, where owner and mode do not determine who can write
     user, owner = os.geteuid(), status.st_uid
     if owner not in (user, 0):
-        message = f"{path} belongs to another user ({owner}), who could have put any code there. {_SHARE}"
+        message = f"{path} belongs to another user ({owner}), who could have put any code there. {_REMEDIES}"
         raise RefusedError(message, reason="foreign_owner", path=path, actual=owner)
-    mode = 0 if may_write else status.st_mode
-    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(path, status.st_gid, user)):
+    mode = 0 if allow_write else status.st_mode
+    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private_group(path, status.st_gid, user)):
         who = "everyone" if mode & stat.S_IWOTH else "its group"
         actual = f"{mode & 0o7777:04o}"
         raise RefusedError(
-            f"{path} can be written to by {who}, who could have put any code there. Take that right away. {_SHARE}",
+            f"{path} is writable by {who}, who could have put any code there. Remove that permission. {_REMEDIES}",
             reason="writable_by_others",
             path=path,
             expected="no write for others",
@@ -221,21 +227,21 @@ def _check_status(path: str, status: os.stat_result, *, may_write: bool = False)
         )
 
 
-def _is_private(path: str, group: int, user: int) -> bool:
-    """Whether what a group may write is the user's own all the same.
+def _is_private_group(path: str, group: int, user: int) -> bool:
+    """Return whether a group has no members but the user.
 
-    Systems make a group for each user, whose files are group-writable then. Where a file has an ACL, the mode's bits of
-    the group are the most that anyone whom it names may do, and not the group's.
+    Many systems create a private group for each user and make the user's files group-writable. If a file has an ACL,
+    the group bits of its mode are the ACL mask, an upper bound for everyone whom the ACL names.
     """
-    import grp  # asks the system's user database, and only where a group may write
+    import grp  # imported lazily: queries the user database, only needed for group-writable files
     import pwd
 
     try:
-        found, me = grp.getgrgid(group), pwd.getpwuid(user)
+        group_entry, me = grp.getgrgid(group), pwd.getpwuid(user)
     except KeyError:
         return False
-    own = found.gr_name == me.pw_name and me.pw_gid == group and set(found.gr_mem) <= {me.pw_name}
-    return own and not _has_acl(path)
+    is_private = group_entry.gr_name == me.pw_name and me.pw_gid == group and set(group_entry.gr_mem) <= {me.pw_name}
+    return is_private and not _has_acl(path)
 
 
 def _has_acl(path: str) -> bool:
@@ -249,17 +255,18 @@ def _has_acl(path: str) -> bool:
 
 
 def check_signed(layout: CacheLayout, name: RankName, records: Records, keys: PublicKeys) -> str:
-    """Return the id of the trusted key that signed an entry as it is.
+    """Return the id of the trusted key whose signature matches an entry.
 
     Raises:
-        RefusedError: unsigned, untrusted_key, wrong_signature or changed: the most telling of all signatures there.
+        RefusedError: unsigned, untrusted_key, wrong_signature or changed; the most specific reason among all signatures
+            of the entry.
     """
     from cgtool.store import signatures
 
     what = f"The entry {short(name.hash)}"
     message = (
-        f"{what} was not imported with a signature, and this policy asks for one. Import a bundle that was signed, "
-        "load without trusted keys, or use another cache (--cache-dir)."
+        f"{what} was imported without a signature, but the trust policy requires one. Import a signed bundle, load "
+        "without trusted keys, or use another cache (--cache-dir)."
     )
     refusal = RefusedError(message, reason="unsigned", path=layout.entry_dir(name.hash))
     for path, index, signed in _signatures(layout, name.hash):
@@ -269,7 +276,7 @@ def check_signed(layout: CacheLayout, name: RankName, records: Records, keys: Pu
             signer = signatures.check(index, signed, keys, what=what)
             _check_digests(layout, name, records, index)
         except RefusedError as error:
-            if error.reason in TELLING and TELLING.index(error.reason) > TELLING.index(refusal.reason):
+            if error.reason in REASONS and REASONS.index(error.reason) > REASONS.index(refusal.reason):
                 refusal = error
         else:
             return signer
@@ -277,7 +284,7 @@ def check_signed(layout: CacheLayout, name: RankName, records: Records, keys: Pu
 
 
 def _signatures(layout: CacheLayout, hash_: str) -> Iterator[tuple[Path, bytes, bytes]]:
-    """Yield the file of what was signed, its bytes, and the signatures, as import left them; one pair at a time."""
+    """Yield the path and bytes of each signed index of an entry, and the bytes of its signature file."""
     from cgtool.store.bundle_index import MAX_SIGNATURE_BYTES, Limits
 
     folder = layout.entry_dir(hash_) / SIGNATURES
@@ -287,28 +294,25 @@ def _signatures(layout: CacheLayout, hash_: str) -> Iterator[tuple[Path, bytes, 
         return
     except OSError as error:
         raise CacheError(f"{folder} cannot be listed: {error.strerror}. Check its permissions.", path=folder) from error
-    for stem in stems[:_MOST_SIGNATURES]:
+    for stem in stems[:_MAX_SIGNATURES]:
         path = folder / f"{stem}.json"
-        index = _bounded(path, Limits().max_index_bytes)
-        signed = _bounded(path.with_suffix(".sig"), MAX_SIGNATURE_BYTES)
+        index = _read_bounded(path, Limits().max_index_bytes)
+        signed = _read_bounded(path.with_suffix(".sig"), MAX_SIGNATURE_BYTES)
         if index is not None and signed is not None:
             yield path, index, signed
 
 
-def _bounded(path: Path, most: int) -> bytes | None:
-    """Return a file's bytes; None where it is none, or larger than import writes it."""
+def _read_bounded(path: Path, max_bytes: int) -> bytes | None:
+    """Return a file's bytes, or None if it is not a regular file or larger than import would write."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return read_bytes(path) if stat.S_ISREG(status.st_mode) and status.st_size <= most else None
+    return read_bytes(path) if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes else None
 
 
 def _check_digests(layout: CacheLayout, name: RankName, records: Records, index: bytes) -> None:
-    from cgtool.store.bundle_index import (
-        Limits,
-        parse_index,  # with all else of bundles, which other loads do without
-    )
+    from cgtool.store.bundle_index import Limits, parse_index  # imported lazily: only signed entries need it
 
     digests = {member.path: member.sha256 for member in parse_index(index, limits=Limits()).members}
     for path, data in ((layout.key_file(name.hash), records.key), (layout.manifest_file(name), records.manifest)):
@@ -318,7 +322,7 @@ def _check_digests(layout: CacheLayout, name: RankName, records: Records, index:
 
 def _changed(name: RankName, path: Path) -> RefusedError:
     message = (
-        f"The entry {short(name.hash)} is not as it was signed: {path} was merged or changed since. Import the signed "
-        "bundle into an empty cache (--cache-dir), or sign this one anew with cgtool export --sign."
+        f"The entry {short(name.hash)} does not match its signature: {path} was merged or changed since. Import the "
+        "signed bundle into an empty cache (--cache-dir), or sign this entry again with cgtool export --sign."
     )
     return RefusedError(message, reason="changed", path=path)

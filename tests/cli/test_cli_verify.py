@@ -118,7 +118,7 @@ def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cac
     said: list[Opening] = []
     done = _open_all(CacheLayout(root=cache_root), name, said.append)
     assert (said, done.opened, done.problems[0].path) == ([], 0, "")
-    assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache can be written to by everyone")
+    assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache is writable by everyone")
 
 
 def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:

@@ -38,7 +38,7 @@ if there:
     try:
         check(cache_dir=there)
     except cgtool.CacheMissError as error:
-        assert "is a link, where a folder was" in str(error), error
+        assert "is a link, but was a folder before" in str(error), error
     else:
         raise AssertionError("nobody vouched for it")
     check(cache_dir=there, config=cgtool.CompilationConfig(allow_shared_cache=True, adaptor="eager"))

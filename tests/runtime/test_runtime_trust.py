@@ -159,7 +159,7 @@ def test_every_verb_asks_the_owner_before_it_interprets_anything(model, own, ver
     for path in (folder.parent / "key.json", folder / "backbone/manifest.json", folder / "backbone/plan.json"):
         path.write_bytes(b"not even JSON")
     folder.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"rank_0 can be written to by everyone.*--cache-dir") as refused:
+    with pytest.raises(RefusedError, match=r"rank_0 is writable by everyone.*--cache-dir") as refused:
         VERBS[verb](model, own)
     assert refused.value.reason == "writable_by_others"
 

@@ -124,7 +124,7 @@ def test_a_folder_above_the_cache_that_another_user_owns_is_refused(tmp_path):
 def test_a_root_that_became_a_link_since_it_was_resolved_is_not_followed(tmp_path):
     hash_ = lay_entry(tmp_path / "cache")
     (tmp_path / "link").symlink_to(tmp_path / "cache")
-    with pytest.raises(CacheError, match="is a link, where a folder was"):
+    with pytest.raises(CacheError, match="is a link, but was a folder before"):
         check(tmp_path / "link", hash_)
 
 
