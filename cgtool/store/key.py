@@ -1,4 +1,4 @@
-"""`key.json` on the disk, the order of factors, and the words for what differs between two keys. No torch."""
+"""Reading and writing `key.json`, and describing the differences between two keys. Must not import torch."""
 
 import json
 import logging
@@ -17,30 +17,30 @@ from cgtool.store.records import Factor, Key, parse_key
 
 _log = logging.getLogger(__name__)
 
-#: Every factor. The one that tells most about a miss comes first: people edit models more often than they change
+#: All factors, ordered by how likely each is to explain a miss: people edit models more often than they change
 #: compilers.
 FACTOR_ORDER = (
     *("sources", "distributions", "variables", "ops", "guards", "config", "model", "state", "calls"),
     *("torch", "triton", "python", "compiler", "target", "precision", "inductor", "inductor_environment", "cgtool"),
 )
 
-#: Factors whose leaves are variables of the environment.
+#: Factors whose leaves are environment variables.
 _VARIABLES = frozenset({"variables", "inductor_environment"})
 _PLAIN_NAME = r"[A-Za-z0-9_./:-]+"
 _SHOWN_CHARACTERS = 80
 
 
 class _Absent:
-    """Stands for a value that one side does not have: None is a value of JSON."""
+    """Marks a value that one side does not have; None would be ambiguous, because it is valid JSON."""
 
 
 _ABSENT = _Absent()
 
 
 class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """One leaf in which two keys differ, "config.level"; a value that is absent is None.
+    """One leaf in which two keys differ, such as "config.level"; an absent value is None.
 
-    The sentence is "config.level was 3 and is 2 now".
+    The sentence reads "config.level was 3 and is 2 now".
     """
 
     factor: str
@@ -51,7 +51,7 @@ class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_key(layout: CacheLayout, key: Key) -> None:
-    """Write an entry's `key.json` unless an intact one is there."""
+    """Write an entry's `key.json` unless an intact one exists."""
     hash_ = key.hash
     try:
         if read_key(layout, hash_) is not None:
@@ -65,18 +65,18 @@ def write_key(layout: CacheLayout, key: Key) -> None:
 
 
 def read_key(layout: CacheLayout, hash_: str) -> Key | None:
-    """Return an entry's key, or None when it has none."""
+    """Return an entry's key, or None if it has none."""
     path = layout.key_file(check_hash(hash_))
     data = read_bytes(path)
     return None if data is None else parse_key(data, path=path, hash_=hash_)
 
 
 def differences(old: Key, new: Key) -> list[FactorDifference]:
-    """Return every leaf in which a stored key and the key of things as they are differ, the most telling first."""
+    """Return every leaf in which a stored key and the current key differ, most informative first."""
     olds, news = old.factors, new.factors
     found: list[FactorDifference] = []
-    for name in sorted(olds.keys() | news.keys(), key=_telling):
-        worded = _of_variable if name in _VARIABLES else _sentence
+    for name in sorted(olds.keys() | news.keys(), key=_order):
+        describe = _variable_sentence if name in _VARIABLES else _sentence
         for path, before, after in _leaves(name, olds.get(name, _ABSENT), news.get(name, _ABSENT)):
             found.append(
                 FactorDifference(
@@ -84,29 +84,29 @@ def differences(old: Key, new: Key) -> list[FactorDifference]:
                     path=path,
                     old=None if before is _ABSENT else before,
                     new=None if after is _ABSENT else after,
-                    sentence=worded(path, before, after),
+                    sentence=describe(path, before, after),
                 )
             )
     return found
 
 
 def difference_between(name: str, old: Json, new: Json) -> list[FactorDifference]:
-    """Return the differences between two values of one factor, for callers that have no whole keys."""
+    """Return the differences between two values of one factor, for callers that do not have whole keys."""
     return differences(Key.of([Factor(name=name, value=old)]), Key.of([Factor(name=name, value=new)]))
 
 
 def sentences(found: Sequence[FactorDifference]) -> tuple[str, ...]:
-    """Return what people read of differences."""
+    """Return the sentences of differences."""
     return tuple(difference.sentence for difference in found)
 
 
-def _telling(name: str) -> tuple[int, str]:
+def _order(name: str) -> tuple[int, str]:
     rank = FACTOR_ORDER.index(name) if name in FACTOR_ORDER else len(FACTOR_ORDER)
     return rank, name
 
 
 def _leaves(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The guilty leaves, in order of their paths: into dicts by key, into lists of one length by position."""
+    """Yield the leaves that differ, in order of paths; lists are compared by element only if their lengths match."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from _leaves(_dotted(path, key), old.get(key, _ABSENT), new.get(key, _ABSENT))
@@ -122,7 +122,6 @@ def _dotted(path: str, key: str) -> str:
 
 
 def _sentence(path: str, old: Any, new: Any) -> str:
-    """All wording of differences is here."""
     if old is _ABSENT:
         return f"{path} is {_shown(new)} now and was not there before"
     if new is _ABSENT:
@@ -130,12 +129,12 @@ def _sentence(path: str, old: Any, new: Any) -> str:
     if _is_digest(old) and _is_digest(new):
         return f"{path} has changed (its digest was {short(old)} and is {short(new)} now)"
     before, after = _shown(old), _shown(new)
-    if before == after:  # equal as far as people are shown it
+    if before == after:  # equal up to where the values are cut off
         return f"{path} has changed (it begins with {before} in both)"
     return f"{path} was {before} and is {after} now"
 
 
-def _of_variable(path: str, old: Any, new: Any) -> str:
+def _variable_sentence(path: str, old: Any, new: Any) -> str:
     factor, _, name = path.partition(".")
     before, after = ("unset" if value in (None, _ABSENT) else _shown(value) for value in (old, new))
     return f"the environment variable {name} was {before} and is {after} now" if name else _sentence(factor, old, new)

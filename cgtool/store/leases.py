@@ -1,15 +1,15 @@
-"""Leases: which entries live processes use, so that prune leaves them alone. Must not import torch.
+"""Leases: locks on the entries that live processes use, so that prune keeps them. Must not import torch.
 
-In `state/leases`, empty files that are locked (flock) and never written::
+`state/leases` contains empty files that are locked (flock) and never written::
 
-    <hash>-rank_<i>-<prefix>               shared by each process that loaded it, for as long as that process lives
-    <hash>                                 shared by each process that is writing any rank of the entry
+    <hash>-rank_<i>-<prefix>               shared lock of each process that loaded it, until the process ends
+    <hash>                                 shared lock of each process that is writing any rank of the entry
 
-Where `state/` cannot be written to, the folder of the entry itself is locked. The kernel lets go of a lock as its
-process ends, however that happens. Where flock does not work, there are no leases, and prune refuses.
+If `state/` is not writable, the folder of the entry itself is locked. The kernel releases a lock when its process ends,
+however that happens. Where flock does not work there are no leases, and prune refuses to run.
 
-Prune takes the exclusive lock without waiting, moves the entry away under it, and removes the lease's file: whoever got
-a lock on a file that is no longer there takes the lock of the new one.
+Prune takes the exclusive lock without waiting, moves the entry away while holding it, and removes the lease file. A
+process that gets a lock on a removed file discards it and locks the new file.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ from cgtool.store.layout import CacheLayout, RankName, check_hash
 
 try:
     import fcntl
-except ImportError:  # Windows, where each process does its own work
+except ImportError:  # Windows, where processes do not coordinate
     _HAS_FLOCK = False
 else:
     _HAS_FLOCK = True
 
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
-_CANNOT_MAKE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+_CANNOT_CREATE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | _CLOEXEC
-#: A prune holds the exclusive lock for as long as a rename takes, which may be long on a slow disk: whoever loads tries
-#: again this often, a second in all, and who writes sixty times that.
-_TRIES = 500
+#: Prune holds the exclusive lock during a rename, which can be slow. A loader retries for one second in total, and a
+#: writer for `_WRITER_ROUNDS` times as long.
+_ATTEMPTS = 500
 _PAUSE_SECS = 0.002
-_WAITS = 60
-#: Between making a folder and locking it, nobody holds it. Where locks do not work, age alone tells.
+_WRITER_ROUNDS = 60
+#: A new folder is briefly unlocked after its creation. Where locks do not work, only age tells that it was abandoned.
 _YOUNG_SECS = 60.0
 _ABANDONED_SECS = 86400.0
 
 
 class Lease:
-    """A shared lock on a file or folder, until it is released or the process ends.
+    """A shared lock on a file or folder, held until it is released or the process ends.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The path cannot be opened.
     """
 
     def __init__(self, path: str, flags: int) -> None:
-        self._files: list[int] = []  # one, or none
+        self._files: list[int] = []  # one descriptor, or none once closed
         self._finalizer = weakref.finalize(self, _close, self._files)
         self._files.extend(opening(os.open, path, flags | _CLOEXEC, RECORD_MODE))
 
     def lock(self) -> bool | None:
-        """Return whether it is locked now and still there; None where it cannot be locked."""
+        """Return whether the lock was acquired and its file still exists; None if locking is not possible."""
         try:
-            taken = try_lock(self._files[0], exclusive=False)
+            acquired = try_lock(self._files[0], exclusive=False)
         except OSError:
             return None
-        return taken and self.is_current
+        return acquired and self.is_current
 
     @property
     def is_current(self) -> bool:
-        """Whether the lock still lies on a file that others can find."""
+        """Whether the locked file still exists, so that other processes see the lock."""
         try:
             return self._finalizer.alive and os.fstat(self._files[0]).st_nlink > 0
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let go; harmless the second time."""
+        """Release the lock; may be called again."""
         self._finalizer()
 
 
@@ -87,18 +87,18 @@ def _close(files: list[int]) -> None:
         closing(files)
 
 
-#: What this process loaded: path of the lease → the lease.
+#: Leases of the entries that this process loaded, by path.
 _held: dict[str, Lease] = {}
 
 
 def hold(layout: CacheLayout, name: RankName) -> Lease | None:
-    """Say that this process uses an entry, until it ends. Waits for a second while prune removes the entry.
+    """Lease an entry until this process ends. Waits for up to a second while prune removes the entry.
 
     Returns:
-        The lease; None where none can be had: locks do not work, say.
+        The lease, or None if no lease is possible, e.g. because locks do not work.
 
     Raises:
-        BlockingIOError: Prune goes on removing it.
+        BlockingIOError: Prune is still removing the entry.
     """
     path = _path(layout, name.flat)
     held = _held.get(path)
@@ -111,66 +111,67 @@ def hold(layout: CacheLayout, name: RankName) -> Lease | None:
 
 
 def keep(layout: CacheLayout, name: RankName) -> bool:
-    """Hold an entry that was found, and return whether it is still there: from here on prune leaves it alone."""
+    """Lease an existing entry so that prune keeps it; return False if prune has removed it already."""
     try:
         lease = hold(layout, name)
     except BlockingIOError:
         return False
     folder = f"{layout.root}/torch_compile_cache/{name.hash}/rank_{name.rank}/{name.prefix}"
-    if may_exist(f"{folder}/manifest.json"):  # it was read just now: what ails the disk is not that it is gone
+    # The caller has just read the manifest, so an error other than its absence does not mean that it was removed.
+    if may_exist(f"{folder}/manifest.json"):
         return True
-    if lease is not None:  # who warms it again meanwhile is not us
+    if lease is not None:  # do not hold the lease for another process that warms the entry again
         lease.release()
     return False
 
 
 def hold_writing(layout: CacheLayout, hash_: str) -> Lease | None:
-    """Say that this process is writing an entry, until the lease is released or nobody refers to it.
+    """Lease an entry for writing, until the lease is released or garbage-collected.
 
-    Waits while prune removes the entry, for up to a minute. Never raises on account of the disk.
+    Waits for up to a minute while prune removes the entry. Never raises `OSError`.
 
     Raises:
-        CacheError: It is no hash.
+        CacheError: `hash_` is not a valid hash.
     """
-    for _ in range(_WAITS):
+    for _ in range(_WRITER_ROUNDS):
         with contextlib.suppress(BlockingIOError):
             return _lease(_path(layout, check_hash(hash_)), str(layout.entry_dir(hash_)))
     return None
 
 
 def _lease(path: str, entry: str) -> Lease | None:
-    """The lease; None where none can be had, BlockingIOError where the exclusive lock is held, and goes on being so."""
-    for attempt in range(_TRIES):
+    """Acquire a lease, or return None if locking is not possible; BlockingIOError if the exclusive lock stays taken."""
+    for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE_SECS)
         try:
-            lease = _opened(path)
+            lease = _open_lease(path)
         except OSError:
             try:
-                lease = Lease(entry, os.O_RDONLY | os.O_NONBLOCK)  # which takes no leave to write
+                lease = Lease(entry, os.O_RDONLY | os.O_NONBLOCK)  # needs no write permission
             except OSError:
                 return None
-        taken = lease.lock()
-        if taken:
+        acquired = lease.lock()
+        if acquired:
             return lease
         lease.release()
-        if taken is None:
+        if acquired is None:
             return None
     raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
 
 
-def _opened(path: str) -> Lease:
+def _open_lease(path: str) -> Lease:
     try:
         return Lease(path, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str on the way of a load
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - a str, on the load path
         return Lease(path, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS)
     except PermissionError:
-        return Lease(path, os.O_RDONLY | SAFE_OPEN_FLAGS)  # another user's, which may be locked all the same
+        return Lease(path, os.O_RDONLY | SAFE_OPEN_FLAGS)  # another user's file can still be locked
 
 
 class LeaseTable:
-    """The leases of a cache as they are listed at one moment; whether one is held is asked of the kernel each time."""
+    """The leases of a cache, listed once; the kernel is queried each time to find out whether one is held."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
@@ -179,7 +180,7 @@ class LeaseTable:
             self._files.setdefault(name[:64], []).append(name)
 
     def is_used(self, hash_: str) -> bool:
-        """Return whether a live process loaded an entry or is writing it; True also where that cannot be found out."""
+        """Return whether a live process has loaded an entry or is writing it; True if that is unknown."""
         leases = (_path(self._layout, name) for name in self._files.get(hash_, ()))
         return any(map(_is_locked, leases)) or _is_locked(str(self._layout.entry_dir(hash_)))
 
@@ -190,67 +191,69 @@ class LeaseTable:
 
 @contextlib.contextmanager
 def claimed(layout: CacheLayout, hash_: str, *, loaders: bool = True) -> Iterator[bool]:
-    """Yield whether an entry was claimed for removal: while the block runs nobody else can hold it.
+    """Claim an entry for removal: no other process can lease it during the block. Never raises `OSError`.
 
-    It is not where a live process uses it, or only writes it where `loaders` do not count, or where locks do not work.
-    Never raises on account of the disk.
+    Yields:
+        Whether the claim succeeded. It fails if a live process is writing the entry, if one has loaded it and `loaders`
+        is true, or if locks do not work.
     """
     with contextlib.suppress(OSError):
         (layout.state_dir / "leases").mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        # Its writers first: then no rank can be added while the others are claimed.
-        taken = _claim(stack, _path(layout, hash_))
+        # Claim the write lease first, so that no rank can be added while the others are claimed.
+        claimed_all = _claim(stack, _path(layout, hash_))
         if loaders:
-            taken = taken and _claim(stack, str(layout.entry_dir(hash_)), to_read=True)
+            claimed_all = claimed_all and _claim(stack, str(layout.entry_dir(hash_)), read_only=True)
             names = {name for name in names_in(_path(layout, "")) if name[:64] == hash_ != name}
-            with contextlib.suppress(CacheError):  # an entry that cannot be listed cannot be loaded from either
+            with contextlib.suppress(CacheError):  # an entry that cannot be listed cannot be loaded either
                 names.update(name.flat for name in layout.rank_names(hash_))
-            taken = taken and all(_claim(stack, _path(layout, name)) for name in sorted(names))
-        yield taken
+            claimed_all = claimed_all and all(_claim(stack, _path(layout, name)) for name in sorted(names))
+        yield claimed_all
 
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[bool]:
-    """Hold the lock of a file while the block runs, without waiting for it. Never raises on account of the disk.
+    """Try to lock a file exclusively for the block, without waiting. Never raises `OSError`.
 
     Yields:
-        Whether nobody else holds it; True also where there is no such file.
+        Whether the lock was acquired; True if there is no such file.
     """
     with contextlib.ExitStack() as stack:
-        yield _claim(stack, path, make=False)
+        yield _claim(stack, path, create=False)
 
 
 def remove_idle(layout: CacheLayout, hash_: str) -> None:
-    """Remove the files of leases that nobody holds, of an entry that is gone. Never raises on account of the disk."""
+    """Remove the unused lease files of an entry that was removed. Never raises `OSError`."""
     folder = layout.state_dir / "leases"
     if os.path.islink(folder) or os.path.islink(folder.parent):  # noqa: PTH114 - Path's raises
-        return  # what is behind a link is not the cache's
+        return  # the target of a link does not belong to the cache
     for name in names_in(_path(layout, "")):
         if name[:64] == hash_:
             remove_if_idle(_path(layout, name))
 
 
 def remove_if_idle(path: str | Path) -> bool:
-    """Remove a lock file that nobody holds; return whether it is gone. Never raises on account of the disk.
+    """Remove a lock file that no process holds; return whether it is gone. Never raises `OSError`.
 
-    Whoever waits for the lock meanwhile finds that its file is gone, and takes the lock of a new one.
+    A process that waits for the lock notices that the file is gone and locks a new one.
     """
-    with locked(str(path)) as mine, contextlib.suppress(OSError):
-        if mine:
+    with locked(str(path)) as is_locked, contextlib.suppress(OSError):
+        if is_locked:
             Path(path).unlink(missing_ok=True)
             return True
     return False
 
 
-def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read: bool = False) -> bool:
-    """Take an exclusive lock until the stack ends; True also where there is nothing that anyone could hold."""
+def _claim(stack: contextlib.ExitStack, path: str, *, create: bool = True, read_only: bool = False) -> bool:
+    """Take an exclusive lock until the stack closes; True if there is no file that others could have locked."""
     try:
-        descriptor = _open_to_claim(path, make=make, to_read=to_read)
+        descriptor = _open_to_claim(path, create=create, read_only=read_only)
     except (FileNotFoundError, NotADirectoryError):
-        return True  # its folder is not there, so nobody holds it
+        return True  # without a file or its folder, nobody holds the lock
     except OSError as error:
-        # One that cannot be made (a full disk, a read-only one) is held by nobody; one that cannot be opened may be.
-        return error.errno in _CANNOT_MAKE and not os.path.exists(path)  # noqa: PTH110 - a str
+        # If the file does not exist and cannot be created (full or read-only disk), nobody holds the lock. If it exists
+        # but cannot be opened, somebody may.
+        return error.errno in _CANNOT_CREATE and not os.path.exists(path)  # noqa: PTH110 - a str
     stack.callback(os.close, descriptor)
     try:
         return bool(try_lock(descriptor, exclusive=True)) or not _HAS_FLOCK
@@ -258,21 +261,21 @@ def _claim(stack: contextlib.ExitStack, path: str, *, make: bool = True, to_read
         return False
 
 
-def _open_to_claim(path: str, *, make: bool, to_read: bool) -> int:
-    if not to_read:
+def _open_to_claim(path: str, *, create: bool, read_only: bool) -> int:
+    if not read_only:
         try:
-            return os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | SAFE_OPEN_FLAGS, RECORD_MODE)
+            return os.open(path, os.O_RDWR | (os.O_CREAT if create else 0) | SAFE_OPEN_FLAGS, RECORD_MODE)
         except OSError as error:
-            # Another user's file, or one of a read-only disk, may be locked all the same.
+            # A file of another user or on a read-only disk can still be locked.
             if error.errno not in (errno.EACCES, errno.EROFS) or not os.path.exists(path):  # noqa: PTH110 - a str
                 raise
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | _CLOEXEC)
 
 
 def _is_locked(path: str) -> bool:
-    """Whether someone holds a lock; True where it cannot be asked for."""
+    """Return whether another process holds a lock; True if that is unknown."""
     with contextlib.ExitStack() as stack:
-        return not _claim(stack, path, to_read=True)
+        return not _claim(stack, path, read_only=True)
 
 
 def _path(layout: CacheLayout, name: str) -> str:
@@ -280,9 +283,9 @@ def _path(layout: CacheLayout, name: str) -> str:
 
 
 def hold_folder(folder: Path, held: list[int]) -> None:
-    """Add a descriptor to a list that holds a folder of this process's own until it is closed.
+    """Lock a private folder of this process and append its descriptor to `held`; closing that releases the lock.
 
-    A folder that nobody holds was left by a killed process.
+    An unlocked folder was left by a killed process, see `is_abandoned`.
 
     Raises:
         OSError: The folder cannot be opened.
@@ -293,18 +296,18 @@ def hold_folder(folder: Path, held: list[int]) -> None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether the process that made a folder is gone; a young one counts as held."""
+    """Return whether the process that created a folder with `hold_folder` is gone; False for a new folder."""
     try:
         age = time.time() - folder.stat().st_mtime
         with open_descriptor(os.open, folder, _FOLDER) as descriptor:
-            taken = try_lock(descriptor, exclusive=True)
+            acquired = try_lock(descriptor, exclusive=True)
     except OSError:
         return False
-    return age > _ABANDONED_SECS if taken is None else taken and age > _YOUNG_SECS
+    return age > _ABANDONED_SECS if acquired is None else acquired and age > _YOUNG_SECS
 
 
 def require_locks(layout: CacheLayout) -> None:
-    """Refuse to go on where nobody can say what live processes use.
+    """Check that file locks work, so that the entries in use are known.
 
     Raises:
         CacheError: Locks do not work in the cache folder, on a platform that has them.
@@ -312,7 +315,7 @@ def require_locks(layout: CacheLayout) -> None:
     try:
         descriptor = os.open(layout.base, os.O_RDONLY | _CLOEXEC)
     except OSError:
-        return  # whoever lists it says so
+        return  # listing the folder reports the error
     try:
         works = not _HAS_FLOCK or try_lock(descriptor, exclusive=False) is not None
     except OSError as error:
@@ -321,8 +324,8 @@ def require_locks(layout: CacheLayout) -> None:
         os.close(descriptor)
     if not works:
         message = (
-            f"File locks do not work in {layout.base}, so nobody can tell which entries live processes use, and "
-            "nothing was removed. Stop whatever uses the cache and remove the folder, or move it to a local disk."
+            f"File locks do not work in {layout.base}, so the entries in use are unknown and nothing was removed. Stop "
+            "all processes that use the cache and remove the folder, or move it to a local disk."
         )
         raise CacheError(message, path=layout.base)
 
@@ -331,10 +334,10 @@ def try_lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> bool | 
     """Lock an open file or folder.
 
     Returns:
-        Whether it is locked now; None where locks do not work.
+        Whether the lock was acquired; None if locks do not work.
 
     Raises:
-        OSError: The system says something else of it.
+        OSError: Locking fails for another reason.
     """
     if not _HAS_FLOCK:
         return None
@@ -350,7 +353,7 @@ def try_lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> bool | 
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock for all processes that share it; to close the file lets go for this one alone."""
+    """Release a lock for all processes that share the descriptor; closing it would release only this process's copy."""
     if _HAS_FLOCK:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)

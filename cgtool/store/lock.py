@@ -1,10 +1,11 @@
-"""Locks of work, over flock: so that two processes do not do the same work twice. Must not import torch.
+"""Work locks (flock), which prevent processes from duplicating work. Must not import torch.
 
-A lock saves double work and nothing else: what the cache holds is kept right by renames alone. So a file system
-without working flock (ENOLCK, ENOSYS, EOPNOTSUPP) is one warning, after which everyone proceeds. The kernel lets go of
-a lock as its process ends, however that happens.
+Correctness does not depend on these locks: renames alone keep the cache consistent. On a file system without working
+flock (ENOLCK, ENOSYS, EOPNOTSUPP) there is one warning, and every process proceeds without the lock. The kernel
+releases a lock when its process ends, however that happens.
 
-The lock file is empty and stays; whoever finds that it was removed or replaced while waiting opens the new one.
+Lock files are empty and are kept. A process that finds its lock file removed or replaced while waiting opens the new
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cgtool.store.leases import try_lock, unlock
 
 _log = logging.getLogger(__name__)
 
-#: How often the lock file may vanish under us before we go on without it.
+#: How often the lock file may disappear before we proceed without the lock.
 _ATTEMPTS = 100
 #: The descriptors of the locks that this process holds.
 _held: set[int] = set()
@@ -29,22 +30,22 @@ _held: set[int] = set()
 
 @contextlib.contextmanager
 def file_lock(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Wait for the lock on a path, and hold it while the block runs.
+    """Wait for the lock on a path, and hold it for the block.
 
-    Each call opens the file by itself, so threads of one process exclude each other, too. A process forked meanwhile
-    drops its copy at once, so that it cannot keep the lock beyond its parent.
+    Each call opens its own descriptor, so the lock also excludes other threads of this process. Forked children close
+    their copy immediately, so that they cannot hold the lock longer than their parent.
 
     Args:
-        path: The lock file; it and its folder are made when they are missing.
-        on_wait: Called once if another holder makes us wait.
+        path: The lock file; created together with its folder if missing.
+        on_wait: Called once if the lock is held elsewhere.
 
     Yields:
-        Whether the lock is held; False where flock does not work.
+        Whether the lock is held; False if flock does not work.
 
     Raises:
-        CacheError: The lock file cannot be made: read-only, full, no permission.
+        CacheError: The lock file cannot be created: read-only or full disk, no permission.
     """
-    descriptor = _taken(path, on_wait)
+    descriptor = _acquire(path, on_wait)
     if descriptor is None:
         _warn_once()
         yield False
@@ -53,22 +54,22 @@ def file_lock(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
     try:
         yield True
     finally:
-        if descriptor in _held:  # and this is no child that was forked meanwhile
+        if descriptor in _held:  # not in a child that was forked in the block
             _held.discard(descriptor)
             unlock(descriptor)
             os.close(descriptor)
 
 
-def _taken(path: Path, on_wait: Callable[[], None] | None) -> int | None:
-    """The descriptor of the lock file, locked; None where that cannot be had."""
+def _acquire(path: Path, on_wait: Callable[[], None] | None) -> int | None:
+    """Return the descriptor of the locked file, or None if locking is not possible."""
     for _ in range(_ATTEMPTS):
-        with contextlib.ExitStack() as unless_kept:
+        with contextlib.ExitStack() as on_failure:
             descriptor = _open(path)
-            unless_kept.callback(os.close, descriptor)
+            on_failure.callback(os.close, descriptor)
             if not _lock(descriptor, path, on_wait):
                 break
             if _is_current(descriptor, path):
-                unless_kept.pop_all()
+                on_failure.pop_all()
                 return descriptor
     return None
 
@@ -79,19 +80,19 @@ def _open(path: Path) -> int:
         ensure_folder(path.parent)
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS, RECORD_MODE)
-        except FileNotFoundError as missing:  # someone removed the folder just now
+        except FileNotFoundError as missing:  # another process has just removed the folder
             error = missing
-        except OSError as failed:
-            raise cache_error(failed, path, needed_bytes=0) from failed
+        except OSError as other:
+            raise cache_error(other, path, needed_bytes=0) from other
     raise cache_error(error or OSError(), path) from error
 
 
 def _lock(descriptor: int, path: Path, on_wait: Callable[[], None] | None) -> bool:
-    """Take the lock; False where the file system or the platform has none."""
+    """Wait for the lock; return False if the file system or the platform does not support locks."""
     try:
-        taken = try_lock(descriptor, exclusive=True)
-        if taken is not False:
-            return bool(taken)
+        acquired = try_lock(descriptor, exclusive=True)
+        if acquired is not False:
+            return bool(acquired)
         if on_wait is not None:
             on_wait()
         return bool(try_lock(descriptor, exclusive=True, wait=True))
@@ -100,7 +101,7 @@ def _lock(descriptor: int, path: Path, on_wait: Callable[[], None] | None) -> bo
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`; a lock on a removed file excludes nobody."""
+    """Return whether the open file is still the one at `path`; a lock on a removed file excludes nobody."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -110,13 +111,13 @@ def _is_current(descriptor: int, path: Path) -> bool:
 @functools.cache
 def _warn_once() -> None:
     _log.warning(
-        "File locks do not work in the cache folder: processes that warm at the same time may do the same work, and "
-        "prune refuses to remove anything. Use a folder on a local disk to avoid that."
+        "File locks do not work in the cache folder: processes that warm at the same time may duplicate work, and "
+        "prune refuses to remove anything. Use a folder on a local disk."
     )
 
 
 def _drop_inherited() -> None:
-    """In a forked child: close the copies of the parent's locks, so that only the parent holds them."""
+    """Close the parent's locks in a forked child, so that only the parent holds them."""
     while _held:
         with contextlib.suppress(OSError):
             os.close(_held.pop())

@@ -1,15 +1,15 @@
-"""The direct-mode lookup, and what is known of hits: from cheap facts to the entries worth a closer look. No torch.
+"""The direct-mode lookup, which leads from cheap facts to candidate entries, and hit counters. Must not import torch.
 
-`lookup/<digest>/<hash>` is an empty file for each entry that cheap facts with this digest may mean, touched when the
-entry is published. A manifest carries its own digests, so all of this can be made again:
-`lookup/indexed/<hash>-rank_<i>-<prefix>` marks the manifests that were taken in, and any other (copied in from
-elsewhere, left by a killed process, or all of them after `lookup/` was removed) is taken in when somebody finds nothing
-among what is marked. On a read-only cache this happens in memory, each time.
+`lookup/<digest>/<hash>` is an empty file that makes an entry a candidate for the facts with this digest. It is touched
+when the entry is published. Manifests contain their lookup digests, so the index can be rebuilt:
+`lookup/indexed/<hash>-rank_<i>-<prefix>` marks the indexed manifests, and all others (copied from elsewhere, left by a
+killed process, or all of them after `lookup/` was removed) are indexed when no candidate is a hit. For a read-only
+cache this happens in memory, on each lookup.
 
-A candidate is a hint: whether it is a hit is for its factors and guards to say.
+A candidate is only a hint: its factors and guards decide whether it is a hit.
 
-`state/used/<hash>-rank_<i>-<prefix>` grows by one byte a hit, so its size is the number of hits and its modification
-time the last use: one append, which needs no lock. A cache that is read-only or full simply is not stamped.
+`state/used/<hash>-rank_<i>-<prefix>` grows by one byte per hit, so its size is the number of hits and its modification
+time is the time of last use. An append needs no lock. Hits of a read-only or full cache are not counted.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class LookupStore:
         self._layout = layout
 
     def add(self, digest: str, hash_: str) -> None:
-        """Let a digest of cheap facts lead to an entry."""
+        """Make an entry a candidate for a lookup digest."""
         touch(self._layout.lookup_dir / check_hash(digest) / check_hash(hash_))
 
     def index(self, name: RankName, digests: Iterable[str]) -> None:
-        """Take in a manifest: all its digests, and then the mark that it was taken in."""
+        """Index a manifest: add its digests, then mark it as indexed."""
         for digest in digests:
             self.add(digest, name.hash)
         touch(self._layout.lookup_dir / "indexed" / name.flat)
 
     def forget(self, name: RankName) -> None:
-        """Remove the mark of a manifest that is about to change, so that it is taken in again whatever happens."""
+        """Unmark a manifest that is about to change, so that it is indexed again even if this process is killed."""
         remove(self._layout.lookup_dir / "indexed" / name.flat)
 
     def lost(self, manifest: Manifest) -> tuple[Path, ...]:
-        """Return the marks that should lead to a manifest and are gone, while the mark that it was taken in is there.
+        """Return the missing lookup files of a manifest that is marked as indexed; () if it is not marked.
 
-        No load finds such an entry. Without that last mark the next load takes it in, and nothing is lost.
+        Loads cannot find such an entry. An unmarked manifest loses nothing, because the next load indexes it.
         """
         if not os.path.lexists(self._layout.lookup_dir / "indexed" / manifest.name.flat):
             return ()
@@ -69,48 +69,48 @@ class LookupStore:
         return tuple(mark for mark in marks if not os.path.lexists(mark))
 
     def candidates(self, digest: str) -> Iterator[str]:
-        """Yield the hashes of the entries that a digest of cheap facts may mean, those marked last first.
+        """Yield the hashes of the candidate entries for a lookup digest, most recently published first.
 
-        The marks are all that is read for these. Whoever is content with none of them goes on, and only then is the
-        whole cache walked for manifests that were not taken in yet.
+        Indexed candidates come first and need only the lookup files. If the caller continues past them, the whole cache
+        is walked for manifests that are not indexed yet.
 
-        Never raises on account of a lookup that is missing, torn or read-only; one that cannot be read is no miss.
+        A lookup folder that is missing, incomplete or read-only is not an error.
 
         Raises:
-            CacheError: The cache folder or the lookup cannot be listed.
+            CacheError: The cache folder or the lookup folder cannot be listed. That is not a miss, which would make the
+                caller compile an entry that the cache may already contain.
         """
-        marked = self._marked(digest)
-        yield from marked
-        # In one go: while a caller looks at one, another process may remove the next.
-        found = {manifest.hash for manifest in self._newcomers() if digest in manifest.lookup}
-        yield from sorted(found.difference(marked))
+        indexed = self._indexed(digest)
+        yield from indexed
+        # Walk to the end before yielding: another process may remove entries while the caller checks a candidate.
+        new = {manifest.hash for manifest in self._index_new() if digest in manifest.lookup}
+        yield from sorted(new.difference(indexed))
 
-    def _marked(self, digest: str) -> list[str]:
+    def _indexed(self, digest: str) -> list[str]:
         folder = self._layout.lookup_dir / check_hash(digest)
         marks: list[os.DirEntry[str]] = []
-        # One that cannot be listed is no miss: the model would be compiled again, whatever the disk has.
         with (
             os_errors_as_cache_errors(folder),
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            os.scandir(folder) as found,
+            os.scandir(folder) as children,
         ):
-            known = [mark for mark in found if is_hash(mark.name) and self._layout.key_file(mark.name).exists()]
+            known = [mark for mark in children if is_hash(mark.name) and self._layout.key_file(mark.name).exists()]
             marks = sorted(known, key=lambda mark: (mark.stat(follow_symlinks=False).st_mtime_ns, mark.name))
         return [mark.name for mark in reversed(marks)]
 
-    def _newcomers(self) -> Iterator[Manifest]:
-        """Yield the manifests that were not taken in yet, and take them in."""
+    def _index_new(self) -> Iterator[Manifest]:
+        """Index the manifests that are not indexed yet, and yield them."""
         indexed = set(names_in(self._layout.lookup_dir / "indexed"))
         for hash_ in self._layout.hashes():
             for name in self._layout.rank_names(hash_):
-                if name.flat not in indexed and (manifest := self._manifest(name)) is not None:
+                if name.flat not in indexed and (manifest := self._index_manifest(name)) is not None:
                     yield manifest
 
-    def _manifest(self, name: RankName) -> Manifest | None:
+    def _index_manifest(self, name: RankName) -> Manifest | None:
         try:
             manifest = read_manifest(self._layout, name)
-        except CacheError as error:  # whoever opens this entry says so to the user
-            _log.debug("not taken into the lookup: %s", error)
+        except CacheError as error:  # reported to the user when the entry is opened
+            _log.debug("not indexed: %s", error)
             return None
         if manifest is not None:
             try:
@@ -121,20 +121,20 @@ class LookupStore:
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """How often an entry was loaded, and when last, in UTC."""
+    """How often an entry was loaded, and the time of its last load in UTC."""
 
     hits: int = 0
     last_used: str | None = None
 
 
 class StateStore:
-    """The stamps of one cache. No method raises on account of the disk."""
+    """The hit counters of one cache. No method raises `OSError`."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
 
     def record_hit(self, name: RankName) -> None:
-        """Count one load of an entry, if the cache can be written to."""
+        """Count one load of an entry, if the cache is writable."""
         path = self._layout.used_file(name)
         with contextlib.suppress(OSError):
             try:
@@ -144,17 +144,17 @@ class StateStore:
                 _append(str(path))
 
     def stamps(self) -> dict[str, tuple[int, int]]:
-        """Return when each rank and prefix was loaded last, in ns since the epoch, and how often, by its flat name."""
-        found: dict[str, tuple[int, int]] = {}
-        with contextlib.suppress(OSError), os.scandir(self._layout.state_dir / "used") as stamps:
-            for stamp in stamps:
+        """Return (time of last load in ns since the epoch, number of loads) by the flat name of a rank and prefix."""
+        stamps: dict[str, tuple[int, int]] = {}
+        with contextlib.suppress(OSError), os.scandir(self._layout.state_dir / "used") as files:
+            for file in files:
                 with contextlib.suppress(OSError):
-                    status = stamp.stat()
-                    found[stamp.name] = status.st_mtime_ns, status.st_size
-        return found
+                    status = file.stat()
+                    stamps[file.name] = status.st_mtime_ns, status.st_size
+        return stamps
 
     def usage(self, name: RankName) -> Usage:
-        """Return how an entry was used; never used where nothing is known."""
+        """Return an entry's usage; unused if nothing is known."""
         try:
             status = self._layout.used_file(name).stat()
         except OSError:

@@ -1,11 +1,11 @@
-"""What of this machine decides whether an entry loads here, found without torch. Must not import torch.
+"""The properties of this machine that decide whether an entry loads here. Must not import torch.
 
-`Machine.factors` spells what `cgtool.runtime.factors` writes into `key.json`; a test with torch holds the two equal.
-What only torch itself could say here is None, and is compared with nothing:
+`Machine.factors` has the same form as the factors that `cgtool.runtime.factors` writes to `key.json`; a test with torch
+compares the two. Properties that only torch itself can determine are None and are not compared:
 
-- the architectures of AMD's accelerators (torch's name for one says more than the kernel driver does);
-- the level of vector instructions that torch takes on processors that are not x86;
-- precision and Inductor's settings, which belong to the process that loads and not to the machine.
+- the architectures of AMD accelerators (torch's names are more specific than the kernel driver's);
+- the level of vector instructions that torch uses on processors other than x86;
+- precision and Inductor settings, which belong to the loading process rather than to the machine.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from cgtool.plan.pieces import Json
 from cgtool.store.key import FactorDifference, differences
 from cgtool.store.records import Factor, Key
 
-#: What torch's own version.py assigns, by our names.
+#: The variables in torch's version.py, by the names that factors use.
 _BUILD = {"version": "__version__", "version_git": "git_version", "with_cuda": "cuda", "with_hip": "hip"}
 _ASSIGNED = r"^{}\s*(?::[^=\n]*)?=\s*(?:None|'([^'\n]*)'|\"([^\"\n]*)\")\s*$"
 _AVX512 = frozenset({"avx512vl", "avx512bw", "avx512dq", "fma"})
 _AVX2 = frozenset({"avx2", "fma"})
-#: The variable with which a user takes vector instructions away from torch, and what torch calls the rest.
+#: The variable that limits torch's vector instructions, and torch's names for its values.
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
 _CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
-#: Of the target: what a machine may not know of itself, some of it without torch.
+#: Fields of the target that may be unknown without torch.
 _MAY_BE_UNKNOWN = frozenset({"accelerators", "capability", "instructions"})
-#: Attributes of a device in CUDA's driver interface: how many multiprocessors, and the two halves of its architecture.
+#: Device attributes of the CUDA driver API: the number of multiprocessors, and major and minor compute capability.
 _COUNT, _MAJOR, _MINOR = 16, 75, 76
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """NVIDIA's driver, as its library tells of itself."""
+    """NVIDIA's driver, as reported by its library."""
 
-    #: The newest CUDA that it serves: "12.8".
+    #: The newest CUDA version that it supports: "12.8".
     cuda: str
-    #: "570.86.15"; None where the kernel does not say.
+    #: "570.86.15"; None if the kernel does not report it.
     version: str | None
     #: The architectures of the visible devices, each once: "sm_90 x132".
     devices: tuple[str, ...]
@@ -54,7 +54,7 @@ class Driver:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """This machine and what is installed for this Python; None stands for what is not there, or not known."""
+    """This machine and the packages of this Python; None stands for anything missing or unknown."""
 
     torch: Mapping[str, str | None] | None
     triton: str | None
@@ -63,21 +63,21 @@ class Machine:
     python_version: str
     compiler: str | None
     machine: str
-    #: The level of vector instructions that torch takes; None where only torch could say.
+    #: The level of vector instructions that torch uses; None if only torch can determine it.
     capability: str | None
     #: The digest of the processor's instruction sets.
     instructions: str | None
-    #: The architectures that torch would see, each once; None where only torch could say.
+    #: The architectures that torch would see, each once; None if only torch can determine them.
     accelerators: tuple[str, ...] | None
     driver: Driver | None
-    #: None where the system's C library is another.
+    #: None if the system has another C library.
     glibc: str | None
     code_variables: Mapping[str, str]
     cgtool: Mapping[str, str | None]
 
     @property
     def factors(self) -> dict[str, Json]:
-        """The factors of a key that a machine decides, spelled as in `key.json`; None stands for what is not known."""
+        """The factors of a key that depend on the machine, in the form of `key.json`; None if unknown."""
         return {
             "torch": None if self.torch is None else dict(self.torch),
             "triton": self.triton,
@@ -93,7 +93,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return what this machine is. Starts the C++ compiler once, to ask for its version."""
+    """Return the properties of this machine. Runs the C++ compiler once, to get its version."""
     build = _torch_build()
     flags = host.cpu_flags()
     driver = _nvidia() if build is not None and build["with_cuda"] else None
@@ -116,10 +116,10 @@ def this_machine() -> Machine:
 
 
 def differences_here(key: Key, machine: Machine) -> list[FactorDifference]:
-    """Return in which factors of an entry's key a machine differs, the most telling first.
+    """Return the factors of an entry's key in which a machine differs, most informative first.
 
-    Factors of the model and of the process that loads are none of a machine's. What it cannot say of itself differs in
-    nothing, nor does a C++ compiler that it lacks: it takes what was compiled elsewhere.
+    Factors of the model and of the loading process are not compared, nor are unknown properties of the machine. A
+    missing C++ compiler is not a difference: the machine can load what was compiled elsewhere.
     """
     stored = {name: value for name, value in key.factors.items() if name in machine.factors}
     if machine.compiler is None:
@@ -129,7 +129,7 @@ def differences_here(key: Key, machine: Machine) -> list[FactorDifference]:
 
 
 def _as_far_as_known(now: Json, stored: Json) -> Json:
-    """A factor as it is now; where the machine cannot say what it is, what is stored stands in."""
+    """Return the current value of a factor, with the stored values substituted for those that are unknown."""
     if not isinstance(now, dict) or not isinstance(stored, dict):
         return now
     return {
@@ -141,7 +141,7 @@ def _as_far_as_known(now: Json, stored: Json) -> Json:
 
 
 def parse_build(text: str) -> dict[str, str | None]:
-    """Return what torch's version.py says of its build."""
+    """Return the build information in the text of torch's version.py."""
     build: dict[str, str | None] = {}
     for name, assigned in _BUILD.items():
         match = re.search(_ASSIGNED.format(re.escape(assigned)), text, re.MULTILINE)
@@ -150,7 +150,7 @@ def parse_build(text: str) -> dict[str, str | None]:
 
 
 def version_pair(text: str) -> tuple[int, int]:
-    """Return the first two numbers of a version, (0, 0) where it has none: "12.8" → (12, 8)."""
+    """Return the first two numbers of a version, "12.8" → (12, 8), or (0, 0) if it has none."""
     match = re.match(r"(\d+)(?:\.(\d+))?", text)
     return (0, 0) if match is None else (int(match[1]), int(match[2] or 0))
 
@@ -166,7 +166,7 @@ def _torch_build() -> dict[str, str | None] | None:
 
 
 def _capability(flags: list[str], forced: str | None) -> str | None:
-    """Return what torch's dispatch of its own kernels chooses; it asks the processor as this does."""
+    """Return the CPU capability that torch's kernel dispatch selects, by the same processor flags."""
     if platform.machine() not in ("x86_64", "AMD64") or not flags:
         return None
     if forced is not None and forced in _CAPABILITIES:
@@ -187,12 +187,12 @@ def _accelerators(build: Mapping[str, str | None] | None, driver: Driver | None)
     if build is None or build["with_hip"]:
         return None
     if driver is None or version_pair(driver.cuda)[0] < version_pair(build["with_cuda"] or "")[0]:
-        return ()  # torch sees no device where the driver is of an older CUDA than its own
+        return ()  # torch sees no device if the driver supports only an older CUDA than torch was built with
     return driver.devices
 
 
 def _nvidia() -> Driver | None:
-    """Ask the driver's library, which sees what torch would see: CUDA_VISIBLE_DEVICES holds for both."""
+    """Query the driver's library, which sees the same devices as torch: both respect CUDA_VISIBLE_DEVICES."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -200,15 +200,14 @@ def _nvidia() -> Driver | None:
     version, count = ctypes.c_int(), ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return None
-    found = set()
+    devices = set()
     for index in range(count.value):
         device = ctypes.c_int()
         if not cuda.cuDeviceGet(ctypes.byref(device), index):
             major, minor, units = (_attribute(cuda, device, number) for number in (_MAJOR, _MINOR, _COUNT))
-            found.add(f"sm_{major}{minor} x{units}")
-    number = version.value
-    spelled = f"{number // 1000}.{number % 1000 // 10}"
-    return Driver(cuda=spelled, version=_driver_version(), devices=tuple(sorted(found)))
+            devices.add(f"sm_{major}{minor} x{units}")
+    cuda_version = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return Driver(cuda=cuda_version, version=_driver_version(), devices=tuple(sorted(devices)))
 
 
 def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> int:

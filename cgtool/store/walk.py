@@ -1,9 +1,9 @@
-"""The walk through a cache: each entry with its ranks and artifacts, as they lie. No torch; writes nothing.
+"""Read-only walk through a cache: every entry with its ranks and artifacts as they are on disk. Must not import torch.
 
-Folders are listed, manifests are read and matched to their grammar and seal, and nothing else is opened. What cannot be
-listed, read or trusted is a problem of the view and no error, so that one bad file hides no other. The folder of an
-entry may be a link; a link below it is not followed, for what is behind it is not the cache's. Paths are plain text and
-each folder is read once, for a cache may hold 100,000 artifacts.
+The walk lists folders, reads manifests and checks their grammar and seal, and opens nothing else. Anything that cannot
+be listed, read or trusted is recorded as a problem in the view instead of raised, so that one bad file does not hide
+the others. The folder of an entry may be a symlink; links inside it are not followed because their targets do not
+belong to the cache. Paths are strings and each folder is read once, because a cache may contain 100,000 artifacts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cgtool.store.files import cache_error, is_newer, read_bytes
 from cgtool.store.layout import ARTIFACTS, MANIFEST_FILE, CacheLayout, RankName, is_hash, is_prefix, parse_rank_folder
 from cgtool.store.records import Manifest, parse_manifest
 
-#: When a file was written, in nanoseconds since the epoch, and its size in bytes.
+#: A file's modification time in nanoseconds since the epoch, and its size in bytes.
 Status = tuple[int, int]
 
 
@@ -34,21 +34,21 @@ class RankView:
     folder: str
     #: The names in its folder.
     files: tuple[str, ...]
-    #: None where there is none that can be read and trusted.
+    #: None if there is no manifest that can be read and trusted.
     manifest: Manifest | None = None
-    #: Of the manifest's file.
+    #: Status of the manifest's file.
     manifest_status: Status | None = None
-    #: Why there is a manifest and it cannot be read or trusted.
+    #: Why an existing manifest cannot be read or trusted.
     problem: CacheError | None = None
 
     @property
     def has_manifest(self) -> bool:
-        """Whether there is a manifest, whatever is in it: a warm came to its end."""
+        """Whether there is a manifest, valid or not, i.e. whether a warm has finished."""
         return self.manifest is not None or self.problem is not None
 
     @property
     def created(self) -> float | None:
-        """When it was first published, seconds since the epoch; as far as the disk knows where its manifest is bad."""
+        """When it was first published, in seconds since the epoch; the file's time if the manifest is invalid."""
         if self.manifest is None:
             return None if self.manifest_status is None else self.manifest_status[0] / 1e9
         try:
@@ -66,19 +66,19 @@ class EntryView:
     is_link: bool
     files: tuple[str, ...]
     ranks: tuple[RankView, ...]
-    #: Artifact's file name → its inode: which file of the disk it is.
+    #: Inodes by artifact file name; they identify hard links to the same file.
     artifacts: Mapping[str, int]
-    #: What of it could not be listed, and why.
+    #: Errors for the folders that could not be listed.
     unlisted: tuple[CacheError, ...]
 
     @property
     def problems(self) -> tuple[CacheError, ...]:
-        """Everything that could not be listed, read or trusted."""
+        """Errors for everything that could not be listed, read or trusted."""
         return (*self.unlisted, *(rank.problem for rank in self.ranks if rank.problem is not None))
 
     @property
     def is_readable(self) -> bool:
-        """Whether all of it is known, so that something may be concluded from what it does not name."""
+        """Whether the view is complete, so that files which it does not name are known to be unused."""
         return not self.is_link and not self.problems
 
     @property
@@ -88,7 +88,7 @@ class EntryView:
 
     @property
     def is_newer(self) -> bool:
-        """Whether a newer version of cgtool wrote any of it."""
+        """Whether a newer version of cgtool wrote any part of it."""
         return any(isinstance(error, CacheSchemaError) and is_newer(error) for error in self.problems)
 
     @property
@@ -98,17 +98,17 @@ class EntryView:
 
     @property
     def model(self) -> str:
-        """What people call the model; "" where no manifest says it."""
+        """The model's display name; "" if no manifest contains it."""
         return next((manifest.model for manifest in self.manifests if manifest.model), "")
 
     @property
     def created(self) -> float | None:
-        """When the last of its ranks was made, seconds since the epoch; None where that is not known."""
+        """When the newest of its ranks was published, in seconds since the epoch; None if unknown."""
         return max((rank.created for rank in self.ranks if rank.created is not None), default=None)
 
     @property
     def lookup(self) -> tuple[str, ...]:
-        """The digests of cheap facts that lead to it."""
+        """The lookup digests that lead to it."""
         return tuple(dict.fromkeys(digest for manifest in self.manifests for digest in manifest.lookup))
 
     @property
@@ -117,7 +117,7 @@ class EntryView:
         return frozenset(row.artifact.file for manifest in self.manifests for row in manifest.rows)
 
     def without_rows(self, *, artifacts: bool = True) -> EntryView:
-        """Return the view with manifests that name no artifacts: a hundred thousand rows take a hundred megabytes."""
+        """Return the view without the rows of its manifests: 100,000 rows take 100 MB of memory."""
         ranks = (
             rank if rank.manifest is None else replace(rank, manifest=structs.replace(rank.manifest, rows=()))
             for rank in self.ranks
@@ -126,7 +126,7 @@ class EntryView:
 
 
 def walk(layout: CacheLayout) -> Iterator[EntryView]:
-    """Yield every entry of a cache, by hash.
+    """Yield every entry of a cache, in order of hashes.
 
     Raises:
         CacheError: The cache folder itself cannot be listed.
@@ -136,7 +136,7 @@ def walk(layout: CacheLayout) -> Iterator[EntryView]:
 
 
 def view_entry(layout: CacheLayout, hash_: str) -> EntryView:
-    """Return one entry; one that is not there holds nothing."""
+    """Return one entry; a missing entry is empty."""
     folder = f"{layout.base}/{hash_}"
     ranks: list[RankView] = []
     artifacts: dict[str, int] = {}
@@ -149,9 +149,9 @@ def view_entry(layout: CacheLayout, hash_: str) -> EntryView:
             name = RankName(hash=hash_, rank=rank, prefix=prefix)
             inner = f"{above}/{prefix}"
             if not os.path.islink(inner):  # noqa: PTH114 - a str, thousands of times
-                ranks.append(_rank(name, inner, tuple(_children(inner, unlisted))))
+                ranks.append(_view_rank(name, inner, tuple(_children(inner, unlisted))))
             else:
-                unlisted.append(_link(inner))
+                unlisted.append(_link_error(inner))
     if ARTIFACTS in children:
         artifacts = {name: child.inode() for name, child in _children(f"{folder}/{ARTIFACTS}", unlisted).items()}
     return EntryView(
@@ -166,7 +166,7 @@ def view_entry(layout: CacheLayout, hash_: str) -> EntryView:
 
 
 class UnitView(NamedTuple):
-    """What lies among the units; the key, its folder's name, is "" of what is no unit."""
+    """A folder among the units; the key is the folder's name, or "" if that is not a valid key."""
 
     key: str
     folder: str
@@ -174,7 +174,7 @@ class UnitView(NamedTuple):
 
 
 def walk_units(layout: CacheLayout, unlisted: list[CacheError]) -> Iterator[UnitView]:
-    """Yield every unit of a cache that can be listed, by key; `unlisted` gets an error for each other folder."""
+    """Yield every unit of a cache in order of keys; append an error to `unlisted` for each unreadable folder."""
     base = str(layout.units_dir)
     for shard in sorted(_children(base, unlisted)):
         for name in sorted(_children(f"{base}/{shard}", unlisted)):
@@ -186,7 +186,7 @@ def walk_units(layout: CacheLayout, unlisted: list[CacheError]) -> Iterator[Unit
 
 
 def view_unit(folder: str, unlisted: list[CacheError] | None = None) -> UnitView:
-    """Return what lies in a unit's folder; nothing where that is missing, or cannot be listed."""
+    """Return a unit and the names in its folder, which are empty if it is missing or cannot be listed."""
     shard, name = folder.split("/")[-2:]
     if not (is_hash(name) and name.startswith(shard)):
         return UnitView("", folder, ())
@@ -195,19 +195,19 @@ def view_unit(folder: str, unlisted: list[CacheError] | None = None) -> UnitView
 
 
 def status_of(path: str | Path) -> Status | None:
-    """Return what tells whether a file was written since; None where there is none."""
+    """Return a status that changes when a file is written; None if there is no such file."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - a hundred thousand times
+        status = os.stat(path)  # noqa: PTH116 - a hundred thousand times
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
-def _rank(name: RankName, folder: str, files: tuple[str, ...]) -> RankView:
+def _view_rank(name: RankName, folder: str, files: tuple[str, ...]) -> RankView:
     if MANIFEST_FILE not in files:
         return RankView(name=name, folder=folder, files=files)
     path = f"{folder}/{MANIFEST_FILE}"
-    status = status_of(path)  # what is written after that is news
+    status = status_of(path)  # before reading, so that a later write changes the status
     manifest, problem = None, None
     try:
         data = read_bytes(path)
@@ -221,13 +221,13 @@ def _rank(name: RankName, folder: str, files: tuple[str, ...]) -> RankView:
 
 
 def _children(folder: str, unlisted: list[CacheError], *, follow: bool = False) -> dict[str, os.DirEntry[str]]:
-    """What is in a folder, by name; nothing in one that is missing, a file, or a link that is not to be followed."""
+    """Return a folder's children by name; {} if it is missing, a file, or a symlink and `follow` is false."""
     if not follow and os.path.islink(folder):  # noqa: PTH114 - as above
-        unlisted.append(_link(folder))
+        unlisted.append(_link_error(folder))
         return {}
     try:
-        with os.scandir(folder) as found:
-            return {child.name: child for child in found}
+        with os.scandir(folder) as children:
+            return {child.name: child for child in children}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -235,5 +235,5 @@ def _children(folder: str, unlisted: list[CacheError], *, follow: bool = False) 
         return {}
 
 
-def _link(folder: str) -> CacheError:
+def _link_error(folder: str) -> CacheError:
     return CacheError(f"{folder} is a link, which cgtool does not follow. Remove it.", path=folder)
