@@ -35,7 +35,7 @@ from cgtool.executors.worker import (
 )
 from cgtool.plan.grammar import decode, encode, sha256_hex
 from cgtool.plan.pieces import Json, kind_of
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 from cgtool.store.records import Artifact
 
 _log = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def _checked(request: CompileRequest, returned: Returned, data: bytes) -> Compil
             return replace(report, artifact=None)
         if (artifact.digest, artifact.size_bytes) != (sha256_hex(data), len(data)):
             return CompileReport(status="refused", reason="it sent back another artifact than it proved")
-        origin, _ = parted(data, artifact.kind)
+        origin, _ = split_origin(data, artifact.kind)
     except (ValueError, ArtifactError) as error:
         return CompileReport(status="refused", reason=f"what it sent back cannot be read ({error})")
     if artifact.kind != kind_of(request.adaptor) or (origin.piece, origin.shape) != place:

@@ -44,7 +44,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json
 from cgtool.plan.shapes import shape_text
 from cgtool.remote.remotes import Remotes
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Artifact
@@ -278,7 +278,7 @@ class CompilerManager:
             imports = imports_for(work.graph.ops, adaptor)
         except StaysHereError as error:
             return replace(artifact, proof_gap=f"not proved: {error}"), ""
-        _, code = parted(data, artifact.kind)
+        _, code = split_origin(data, artifact.kind)
         found = prover.prove(code, adaptor=work.adaptor, graph=work.graph, guards=artifact.guards, imports=imports)
         if found.verdict == "later":
             return replace(artifact, proved=False), found.reason

@@ -27,7 +27,7 @@ from cgtool.errors import CgtoolError, CompileError, ModelError, ProofMismatchEr
 from cgtool.executors.worker import Handed, UnitSetup
 from cgtool.guards._torch import register_fake_group
 from cgtool.plan.grammar import decode
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 from cgtool.store.files import FILE_LIMIT
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -81,7 +81,7 @@ def _proved(prover: Prover, request: CompileRequest, report: CompileReport, data
     """Return the report with what a proof found; without the artifact where it is not what the piece gives."""
     if report.artifact is None:
         return report
-    _, code = parted(data, report.artifact.kind)
+    _, code = split_origin(data, report.artifact.kind)
     guards = report.artifact.guards
     try:
         found = prover.prove(code, adaptor=request.adaptor, graph=request.graph, guards=guards, imports=request.imports)

@@ -22,7 +22,7 @@ from cgtool.plan.grammar import sha256_hex
 from cgtool.remote.entries import candidates, in_cache, indexes, open_bundle, unit_path
 from cgtool.remote.sending import Each, kept_signature, send_entry
 from cgtool.remote.stores import Store, open_store, read, shown, stream
-from cgtool.store.artifacts import Origin, parted
+from cgtool.store.artifacts import Origin, split_origin
 from cgtool.store.artifacts import unpack as unpack_package
 from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.install import check_fits, check_pickles, install, unpacking_folder
@@ -237,9 +237,9 @@ def _unit(store: Store, *, key: str, origin: Origin) -> tuple[bytes, Artifact] |
     if sha256_hex(data) != artifact.digest:
         raise refused("digest_mismatch", "differs from its digest", member=f"artifacts/{artifact.file}")
     try:
-        made_of = parted(data, artifact.kind)[0]
+        made_of = split_origin(data, artifact.kind)[0]
         if artifact.kind == PACKAGE_KIND:
-            unpack_package(data, vouched=True)
+            unpack_package(data, verified=True)
     except ArtifactError as error:
         raise refused("strange_artifact", f"is no artifact of cgtool's: {error}", member=path) from error
     if (made_of.piece, made_of.shape) != (origin.piece, origin.shape):

@@ -117,7 +117,7 @@ class Packages:
         """
         if not self._is_entered:
             return open_package(data, graph, device_index=self.device_index)
-        package = unpack(data, vouched=True)
+        package = unpack(data, verified=True)
         try:
             if private.opens_folders():
                 loader = self._open_in_folder(package)

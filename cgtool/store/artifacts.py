@@ -1,27 +1,27 @@
-"""The bytes of artifacts: what each says of its origin, and the `.pt2` packages of AOTInductor. Must not import torch.
+"""The bytes of artifacts: their embedded origin, and the `.pt2` packages of AOTInductor. Must not import torch.
 
-An artifact says within its bytes which piece it was compiled from, and for which shape. A row of a manifest says so
-too: where the two disagree, it leads to another's artifact, however its digests were redone. So only what agrees in
-both shares a file. How the origin is put into the bytes, by kind::
+Each artifact records in its bytes which piece it was compiled from, and for which shape. A manifest row records the
+same. If the two disagree, the row names the wrong artifact, even if the digests were recomputed to match. Artifacts
+thus share a file only if their origins are equal. The origin is embedded by kind::
 
     json     {"piece": identity, "shape": shape, "graph": the piece's graph}
     pt2      a member of the archive, see below
     others   a line before the compiler's bytes: {"piece": identity, "shape": shape}
 
-A package is a zip archive in the layout of torch's PT2 archives, so that torch's own loader opens it too::
+A package is a zip archive in the layout of torch's PT2 archives, so that torch's own loader can open it::
 
     piece/archive_format                                  "pt2"
     piece/archive_version                                 "0"
-    piece/.data/version                                   "6": of the archive as torch writes it
-    piece/extra/cgtool_origin.json                        what it was compiled from
-    piece/data/aotinductor/model/model.wrapper.so         the native code, kernels of accelerators among it
-    piece/data/aotinductor/model/model.wrapper.json       where it calls custom ops: which, and with what arguments
+    piece/.data/version                                   "6": the archive version that torch writes
+    piece/extra/cgtool_origin.json                        the origin
+    piece/data/aotinductor/model/model.wrapper.so         the native code, including kernels of accelerators
+    piece/data/aotinductor/model/model.wrapper.json       calls of custom ops and their arguments, if any
     piece/data/aotinductor/model/model.wrapper_metadata.json
-    piece/data/aotinductor/model/<name>.cubin             kernels that are not within the native code
+    piece/data/aotinductor/model/<name>.cubin             kernels that are not part of the native code
 
-There is exactly one `.so`, its name and all others are plain, and there are no sources: torch's loader would compile
-them. Members are stored without compression, in order, with one date, and nothing stands before, between or after
-them: equal members give equal bytes.
+There is exactly one `.so`, all names are plain, and there are no sources, because torch's loader would compile them.
+Members are stored uncompressed, in order, with a fixed date, and with no bytes before, between or after them, so that
+equal members give equal bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Origin(Record, frozen=True, kw_only=True):
     """What an artifact was compiled from.
 
     Args:
-        piece: The identity of the piece's graph, before it was specialised.
-        shape: For which sizes.
+        piece: The identity of the piece's graph before specialization.
+        shape: The sizes that the artifact serves.
     """
 
     piece: Digest
@@ -61,68 +61,68 @@ class Origin(Record, frozen=True, kw_only=True):
 
 
 class UnmarkedError(ArtifactError):
-    """An artifact does not say what it was compiled from."""
+    """An artifact contains no valid origin."""
 
 
 class _EagerArtifact(Origin, frozen=True, kw_only=True):
-    """The artifact of a piece that runs as it stands."""
+    """The artifact of a piece that runs eagerly."""
 
     graph: msgspec.Raw
 
 
 def with_origin(data: bytes, kind: str, origin: Origin) -> bytes:
-    """Return an artifact that says what it was compiled from."""
+    """Return the bytes of an artifact with its origin embedded."""
     if kind == KINDS[EAGER]:
         graph = msgspec.Raw(data)
         return msgspec.json.encode(_EagerArtifact(piece=origin.piece, shape=origin.shape, graph=graph), order="sorted")
-    said = msgspec.json.encode(origin, order="sorted")
-    return with_origin_member(data, said) if kind == KINDS[AOT_INDUCTOR] else said + b"\n" + data
+    encoded = msgspec.json.encode(origin, order="sorted")
+    return with_origin_member(data, encoded) if kind == KINDS[AOT_INDUCTOR] else encoded + b"\n" + data
 
 
-def parted(data: bytes, kind: str) -> tuple[Origin, bytes]:
-    """Return what an artifact was compiled from, and the bytes that its adaptor opens.
+def split_origin(data: bytes, kind: str) -> tuple[Origin, bytes]:
+    """Return an artifact's origin, and the bytes that its adaptor opens.
 
     Raises:
-        UnmarkedError: It does not say.
+        UnmarkedError: The artifact contains no valid origin.
     """
     try:
         if kind == KINDS[EAGER]:
-            whole = decode(data, _EagerArtifact)
-            return whole, bytes(whole.graph)
+            artifact = decode(data, _EagerArtifact)
+            return artifact, bytes(artifact.graph)
         if kind == KINDS[AOT_INDUCTOR]:
             return decode(origin_member(data), Origin), data
-        said = data[: data.index(b"\n", 0, _MAX_LINE_BYTES)]
-        return decode(said, Origin), data[len(said) + 1 :]
+        line = data[: data.index(b"\n", 0, _MAX_LINE_BYTES)]
+        return decode(line, Origin), data[len(line) + 1 :]
     except ValueError as error:
-        message = f"An artifact does not say what it was compiled from ({error}). Warm again."
+        message = f"An artifact does not record what it was compiled from ({error}). Warm again."
         raise UnmarkedError(message, actual=str(error)) from error
 
 
 def code_of(data: bytes, row: Row, piece: str) -> bytes:
-    """Return the bytes that the adaptor of a row opens, where the row is right in what it says of its artifact.
+    """Return the bytes that the adaptor of a row opens, after checking the artifact's origin against the row.
 
     Raises:
-        ArtifactError: The artifact is of another adaptor, another piece or another shape.
+        ArtifactError: The artifact belongs to another adaptor, piece or shape.
     """
     kind = row.artifact.kind
     if kind != kind_of(row.adaptor):
-        message = f"The artifact {row.artifact.file} is not of a kind that the adaptor {row.adaptor} opens. Warm again."
+        message = f"The adaptor {row.adaptor} cannot open artifacts of the kind of {row.artifact.file}. Warm again."
         raise ArtifactError(message, expected=kind_of(row.adaptor), actual=kind)
-    origin, code = parted(data, kind)
+    origin, code = split_origin(data, kind)
     if (origin.piece, origin.shape) != (piece, row.shape):
         message = (
-            f"The artifact {row.artifact.file} was compiled from another piece or for another shape than its row says "
-            f"(piece {row.piece_index}, {shape_text(row.shape)}). Warm again."
+            f"The artifact {row.artifact.file} was compiled from another piece or for another shape than its row "
+            f"states (piece {row.piece_index}, {shape_text(row.shape)}). Warm again."
         )
-        said = [origin.piece, shape_text(origin.shape)]
-        raise ArtifactError(message, expected=[piece, shape_text(row.shape)], actual=said)
+        actual = [origin.piece, shape_text(origin.shape)]
+        raise ArtifactError(message, expected=[piece, shape_text(row.shape)], actual=actual)
     return code
 
 
 def misplaced(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[Row, ArtifactError]]:
-    """Yield the rows that lead to artifacts of other pieces or shapes, as `code_of` finds them, and why.
+    """Yield the rows whose artifacts belong to other pieces or shapes according to `code_of`, with its error.
 
-    A row whose piece the plan lacks, or whose artifact cannot be read, is passed over.
+    Rows whose piece is not in the plan, or whose artifact cannot be read, are skipped.
     """
     steps = [{step.piece: step.graph for step in variant.steps} for variant in plan.variants]
     read: dict[str, bytes] = {}
@@ -133,7 +133,7 @@ def misplaced(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[Ro
             continue
         try:
             if file not in read:
-                read[file] = _beginning(folder / file, row.artifact)
+                read[file] = _read_header(folder / file, row.artifact)
             code_of(read[file], row, piece)
         except ArtifactError as error:
             yield row, error
@@ -141,8 +141,8 @@ def misplaced(manifest: Manifest, plan: Plan, folder: Path) -> Iterator[tuple[Ro
             continue
 
 
-def _beginning(path: Path, artifact: Artifact) -> bytes:
-    """Return as much of an artifact as says what it was compiled from."""
+def _read_header(path: Path, artifact: Artifact) -> bytes:
+    """Return the beginning of an artifact, up to and including its origin."""
     with open_file(path) as file:
         return file.read(artifact.size_bytes if artifact.kind == KINDS[EAGER] else _MAX_LINE_BYTES)
 
@@ -153,12 +153,12 @@ _STEM = "model.wrapper"
 _HEAD = {_ROOT + "archive_format": b"pt2", _ROOT + "archive_version": b"0", _ROOT + ".data/version": b"6\n"}
 _ORIGIN = _ROOT + "extra/cgtool_origin.json"
 _KERNEL = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.(cubin|fatbin|hsaco|spv)"
-_OURS = {*_HEAD, _ORIGIN}
+_FIXED_MEMBERS = {*_HEAD, _ORIGIN}
 _DATE = (1980, 1, 1, 0, 0, 0)
 _REMEDY = "Warm again."
-#: Bytes of a zip archive beside names and contents: before a member, in the directory for it, at the archive's end.
+#: Sizes in a zip archive, without names: a local file header, a central directory entry, the end of central directory.
 _LOCAL_BYTES, _ENTRY_BYTES, _END_BYTES = 30, 46, 22
-#: Where the member begins that says what a package was compiled from, and where in its header its size stands.
+#: The offset of the origin's local file header in a package, and of the size within that header.
 _ORIGIN_AT = sum(_LOCAL_BYTES + len(name) + len(body) for name, body in _HEAD.items())
 _SIZE_AT = 22
 
@@ -168,10 +168,10 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         native: The shared library.
-        metadata: What AOTInductor says of it: the type of device, the platform, the instruction set.
-        extern: The JSON that says which custom ops it calls; None where it calls none.
-        kernels: File name → bytes of a kernel that is not within the library.
-        origin: What it was compiled from, in JSON; None for one that was compiled just now.
+        metadata: AOTInductor's description: the type of device, the platform, the instruction set.
+        extern: JSON that describes its calls of custom ops; None if there are none.
+        kernels: Kernels that are not part of the library, by file name.
+        origin: Its origin in JSON; None for a newly compiled package.
     """
 
     native: bytes
@@ -181,7 +181,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     origin: bytes | None = None
 
     def files(self, stem: str) -> dict[str, bytes]:
-        """Return every member but the native code, by file name, as a loader wants them beside `stem` + ".so"."""
+        """Return all members except the native code, by the names that a loader expects beside `stem` + ".so"."""
         files = {f"{stem}_metadata.json": _json(self.metadata), **self.kernels}
         return files if self.extern is None else {**files, f"{stem}.json": self.extern}
 
@@ -195,7 +195,7 @@ def pack(package: Package) -> bytes:
     """Return the bytes of a package; equal packages give equal bytes.
 
     Raises:
-        ArtifactError: A kernel's name is outside the grammar.
+        ArtifactError: A kernel's name does not match the grammar.
     """
     for name in package.kernels:
         _check_kernel(name)
@@ -203,31 +203,28 @@ def pack(package: Package) -> bytes:
 
 
 def archive_with_source(package: Package) -> bytes:
-    """Return an archive for the loader of torch before 2.13, which names the metadata after a source.
+    """Return an archive for the loader of torch before 2.13, which finds the metadata by the name of a source file.
 
-    The source is empty, and is not compiled where native code is beside it. Such an archive is never stored.
+    The source is empty, and the loader does not compile it if the archive contains native code. Such an archive is
+    never stored.
     """
     return _archive({_STEM + ".cpp": b"", **package.files(_STEM)}, package.native)
 
 
 def with_origin_member(data: bytes, origin: bytes) -> bytes:
-    """Return a package with the member that says what it was compiled from.
+    """Return a package with the member that records its origin.
 
     Raises:
-        ArtifactError: `data` is no package.
+        ArtifactError: `data` is not a package.
     """
-    return pack(replace(unpack(data, vouched=True), origin=origin))
+    return pack(replace(unpack(data, verified=True), origin=origin))
 
 
 def origin_member(data: bytes) -> bytes:
-    """Return the member that says what a package was compiled from; it stands at one place in all packages.
-
-    Raises:
-        ValueError: There is no such member at that place.
-    """
+    """Return the origin member of a package, which is at a fixed offset; ValueError if it is missing."""
     start = _ORIGIN_AT + _LOCAL_BYTES + len(_ORIGIN)
     if data[start - len(_ORIGIN) : start] != _ORIGIN.encode():
-        raise ValueError(f"a package lacks its member {_ORIGIN}")
+        raise ValueError(f"the package has no member {_ORIGIN}")
     size = int.from_bytes(data[_ORIGIN_AT + _SIZE_AT : _ORIGIN_AT + _SIZE_AT + 4], "little")
     return data[start : start + size]
 
@@ -243,32 +240,32 @@ def _archive(files: Mapping[str, bytes], native: bytes, origin: bytes | None = N
     return out.getvalue()
 
 
-def unpack(data: bytes, *, vouched: bool = False) -> Package:
-    """Return the members of a package; where a digest vouched for its bytes, their checksums say nothing more.
+def unpack(data: bytes, *, verified: bool = False) -> Package:
+    """Return the members of a package; `verified` bytes matched a digest, so that CRC checks are skipped.
 
     Raises:
-        ArtifactError: It is no package, or holds a member that no package of ours has.
+        ArtifactError: `data` is not a package, or contains a member that cgtool does not write.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data), metadata_encoding="ascii") as archive:
             infos = archive.infolist()
             _check_members(infos)
             _check_layout(infos, len(data))
-            members = {info.filename: _body(data, info, vouched=vouched) for info in infos}
+            members = {info.filename: _body(data, info, verified=verified) for info in infos}
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError, RuntimeError) as error:
-        raise ArtifactError(f"A package is torn ({error}). {_REMEDY}", actual=str(error)) from error
-    found = {name.removeprefix(_FOLDER): body for name, body in members.items() if name not in _OURS}
+        raise ArtifactError(f"A package is corrupt ({error}). {_REMEDY}", actual=str(error)) from error
+    files = {name.removeprefix(_FOLDER): body for name, body in members.items() if name not in _FIXED_MEMBERS}
     if any(members.get(name) != body for name, body in _HEAD.items()):
-        raise ArtifactError(f"A package is of a format that this cgtool does not know. {_REMEDY}")
+        raise ArtifactError(f"A package has a format that this cgtool does not know. {_REMEDY}")
     for name in (NATIVE_FILE, METADATA_FILE):
-        if name not in found:
-            raise ArtifactError(f"A package lacks its member {name}. {_REMEDY}", path=name)
+        if name not in files:
+            raise ArtifactError(f"A package has no member {name}. {_REMEDY}", path=name)
     return Package(
-        native=found.pop(NATIVE_FILE),
-        metadata=_metadata(found.pop(METADATA_FILE)),
-        extern=found.pop(EXTERN_FILE, None),
+        native=files.pop(NATIVE_FILE),
+        metadata=_metadata(files.pop(METADATA_FILE)),
+        extern=files.pop(EXTERN_FILE, None),
         origin=members.get(_ORIGIN),
-        kernels={_check_kernel(name): body for name, body in found.items()},
+        kernels={_check_kernel(name): body for name, body in files.items()},
     )
 
 
@@ -276,18 +273,18 @@ def _check_members(infos: list[zipfile.ZipInfo]) -> None:
     seen: set[str] = set()
     for info in infos:
         if info.filename in seen:
-            raise ArtifactError(f"A package holds the member {info.filename!r} twice. {_REMEDY}", path=info.filename)
+            raise ArtifactError(f"A package contains the member {info.filename!r} twice. {_REMEDY}", path=info.filename)
         seen.add(info.filename)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            msg = f"A package holds the member {info.filename!r} compressed, which none of ours is. {_REMEDY}"
+            msg = f"A package contains the compressed member {info.filename!r}; cgtool compresses none. {_REMEDY}"
             raise ArtifactError(msg, path=info.filename)
-        if info.filename not in _OURS and not info.filename.startswith(_FOLDER):
-            msg = f"A package holds the member {info.filename!r}, which belongs to no package of a piece. {_REMEDY}"
+        if info.filename not in _FIXED_MEMBERS and not info.filename.startswith(_FOLDER):
+            msg = f"A package contains the unexpected member {info.filename!r}. {_REMEDY}"
             raise ArtifactError(msg, path=info.filename)
 
 
 def _check_layout(infos: list[zipfile.ZipInfo], num_bytes: int) -> None:
-    """Check that members lie one after another from the first byte on, and that the directory ends the archive."""
+    """Check that the members are contiguous from the first byte on, and that the directory ends the archive."""
     at = 0
     for info in infos:
         if info.header_offset != at:
@@ -295,34 +292,34 @@ def _check_layout(infos: list[zipfile.ZipInfo], num_bytes: int) -> None:
         at += _LOCAL_BYTES + len(info.orig_filename.encode()) + info.file_size
     at += sum(_ENTRY_BYTES + len(info.orig_filename.encode()) for info in infos) + _END_BYTES
     if at != num_bytes:
-        msg = f"A package holds bytes that belong to none of its members. {_REMEDY}"
+        msg = f"A package contains bytes that belong to none of its members. {_REMEDY}"
         raise ArtifactError(msg, expected=at, actual=num_bytes)
 
 
-def _body(data: bytes, info: zipfile.ZipInfo, *, vouched: bool) -> bytes:
-    """Return a member's bytes; the archive was checked to hold members as they are, and nothing between them."""
+def _body(data: bytes, info: zipfile.ZipInfo, *, verified: bool) -> bytes:
+    """Return a member's bytes from an archive that passed `_check_members` and `_check_layout`."""
     start = info.header_offset + _LOCAL_BYTES + len(info.orig_filename.encode())
     body = data[start : start + info.file_size]
-    if not vouched and zlib.crc32(body) != info.CRC:
-        raise zipfile.BadZipFile(f"bytes of the member {info.filename!r} differ from their checksum")
+    if not verified and zlib.crc32(body) != info.CRC:
+        raise zipfile.BadZipFile(f"the member {info.filename!r} does not match its checksum")
     return body
 
 
 def _check_kernel(name: str) -> str:
     if not re.fullmatch(_KERNEL, name):
-        msg = f"A package holds the member {name!r}, which is neither native code nor a kernel. {_REMEDY}"
+        msg = f"A package contains the member {name!r}, which is neither native code nor a kernel. {_REMEDY}"
         raise ArtifactError(msg, path=name)
     return name
 
 
 def _metadata(data: bytes) -> dict[str, str]:
     try:
-        found = json.loads(data)
+        metadata = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"The metadata of a package are no JSON ({error}). {_REMEDY}") from error
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise ArtifactError(f"The metadata of a package are not words by name. {_REMEDY}", actual=found)
-    return found
+        raise ArtifactError(f"The metadata of a package is not JSON ({error}). {_REMEDY}") from error
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ArtifactError(f"The metadata of a package does not map names to strings. {_REMEDY}", actual=metadata)
+    return metadata
 
 
 def _json(value: Mapping[str, str]) -> bytes:

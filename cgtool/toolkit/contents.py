@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgtool.errors import ArtifactError
-from cgtool.store.artifacts import NATIVE_FILE, parted, unpack
+from cgtool.store.artifacts import NATIVE_FILE, split_origin, unpack
 from cgtool.store.compiled_code import Kernel, generated_sources, read_native
 
 _MEGA_LENGTH_BYTES = 8
@@ -50,7 +50,7 @@ def contents_of(data: bytes, kind: str) -> Contents:
         return _of_package(data)
     if kind in ("aot", "mega"):
         with contextlib.suppress(ArtifactError):  # one that does not say what it was compiled from is read all the same
-            _, data = parted(data, kind)
+            _, data = split_origin(data, kind)
         texts = generated_sources(data)
         return Contents(
             size_bytes=size_bytes,
@@ -69,7 +69,7 @@ def named_kernels(*texts: str) -> tuple[Kernel, ...]:
 
 def _of_package(data: bytes) -> Contents:
     try:
-        package = unpack(data, vouched=True)
+        package = unpack(data, verified=True)
     except ArtifactError as error:
         return Contents(size_bytes=len(data), target={}, warnings=(str(error),))
     native = read_native(package.native)

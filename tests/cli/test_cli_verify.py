@@ -140,7 +140,7 @@ def test_an_artifact_that_does_not_say_what_it_was_compiled_from_is_a_problem(ca
     (entry,) = ran.report["entries"]
     assert ran.code == 3
     assert [problem["kind"] for problem in entry["problems"]] == ["misplaced"] * 3
-    assert all("does not say what it was compiled from" in problem["sentence"] for problem in entry["problems"])
+    assert all("does not record what it was compiled from" in problem["sentence"] for problem in entry["problems"])
 
 
 def test_ranks_of_the_world_that_are_missing_are_named(cache_root: Path) -> None:

@@ -24,7 +24,7 @@ from cgtool.config import CompilationConfig
 from cgtool.errors import CompileError, NoRoomError
 from cgtool.graph.specialise import restrict
 from cgtool.runtime import aoti_package
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 from cgtool.store.entry import ObjectStore
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Artifact
@@ -97,7 +97,7 @@ def test_a_piece_is_compiled_once_and_found_again(cache_root):
     assert (first.reused, again.reused, third.reused) == (False, True, True)
     assert first.artifact.digest == again.artifact.digest == third.artifact.digest
     assert adaptor.count == 1
-    _, code = parted(objects.get(first.artifact.digest, first.artifact.kind), first.artifact.kind)
+    _, code = split_origin(objects.get(first.artifact.digest, first.artifact.kind), first.artifact.kind)
     assert adaptor.load(code, PIECE)([torch.ones(2, 8), torch.ones(8, 8)])[0].shape == (2, 8)
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_unit_is_compiled_again(cache_root):
     fresh, objects = manager_of(cache_root, adaptor)
     assert not fresh.ensure(work_of(PIECE), objects=objects).reused
     assert adaptor.count == 2
-    assert parted(objects.get(unit.artifact.digest, unit.artifact.kind), unit.artifact.kind)
+    assert split_origin(objects.get(unit.artifact.digest, unit.artifact.kind), unit.artifact.kind)
 
 
 @pytest.mark.parametrize("error", [CompileError("no"), KeyboardInterrupt(), SystemExit(143)])

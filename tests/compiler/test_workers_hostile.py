@@ -19,7 +19,7 @@ from worker_harness import compile_all, is_alive, stored_units
 from cgtool.compiler.pool import WorkerPool
 from cgtool.compiler.schedule import compile_work
 from cgtool.errors import UnitsFailedError, WorkerError
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
@@ -103,7 +103,7 @@ def test_settings_of_this_process_hold_in_the_worker(cache_root):
         torch.set_float32_matmul_precision(before)
         torch.set_default_dtype(torch.float32)
     (path,) = (cache_root / "entry").rglob(f"{row.artifact.digest}.*")
-    _, said = parted(path.read_bytes(), row.artifact.kind)
+    _, said = split_origin(path.read_bytes(), row.artifact.kind)
     assert ast.literal_eval(said.decode()) == wanted
 
 

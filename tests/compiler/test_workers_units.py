@@ -31,7 +31,7 @@ from cgtool.compiler.request import (
 )
 from cgtool.compiler.worker import machine_fault
 from cgtool.errors import CacheError, CompileError, WorkerError
-from cgtool.store.artifacts import Origin, parted
+from cgtool.store.artifacts import Origin, split_origin
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
 
@@ -63,7 +63,7 @@ def test_a_worker_does_what_it_can_and_refuses_what_is_for_another_compiler_or_p
         pool.compile(request_of(0, imports=(Provider(module="no_such_module"),)))
     with pytest.raises(CompileError, match="does not take the piece"):
         pool.compile(request_of(hostile.number_of(hostile.refuse)))
-    _, code = parted(data, artifact.kind)
+    _, code = split_origin(data, artifact.kind)
     assert code == get_adaptor(hostile.NAME).compile(hostile.piece_of(0), options={}).artifact
     assert artifact == Artifact.of(data, kind=artifact.kind, compile_secs=artifact.compile_secs)
 

@@ -52,7 +52,7 @@ def test_where_the_distribution_is_not_installed_it_is_named(installed, tmp_path
     assert installed("export", bundle, "--cache-dir", cache_root).code == 0
     taken = cgtool("import", bundle, "--trust", "--cache-dir", tmp_path / "there")
     assert taken.code == 3
-    assert "of a kind that no adaptor here makes" in taken.err
+    assert "of a kind that no installed adaptor produces" in taken.err
     refused = cgtool("warm", MODEL, "--adaptor", "worded", "--cache-dir", tmp_path / "new")
     assert refused.code == 2
     assert "adaptors are aot_inductor, inductor_standalone, inductor, eager" in refused.err

@@ -19,7 +19,7 @@ from syscalls import each_kill
 import cgtool as package
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheMissError
-from cgtool.store.artifacts import Package, pack, parted, unpack, with_origin
+from cgtool.store.artifacts import Package, pack, split_origin, unpack, with_origin
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import RANK_FILES, CacheLayout, RankName
@@ -246,7 +246,7 @@ def test_an_artifact_that_kills_its_process_is_named(sized_cache: Any, tmp_path:
     whole = read_entry(CacheLayout(root=root), only_name(root))
     row = whole.manifest.rows[-1]
     metadata = unpack(whole.artifact(row.artifact)).metadata
-    origin, _ = parted(whole.artifact(row.artifact), "pt2")
+    origin, _ = split_origin(whole.artifact(row.artifact), "pt2")
     data = with_origin(pack(Package(native=library.read_bytes(), metadata=metadata)), "pt2", origin)
 
     def with_crash(manifest: Manifest) -> Manifest:

@@ -18,7 +18,7 @@ from remote_servers import FaultyServer, answers, deaf_port, faulty, of_files, o
 
 from cgtool.errors import CacheMissError, CgtoolError, RemoteError
 from cgtool.remote.remotes import Remotes
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.records import read_manifest
 from cgtool.store.trust import TrustPolicy
@@ -57,7 +57,7 @@ import sys
 from pathlib import Path
 from cgtool.errors import CacheMissError
 from cgtool.remote.remotes import Remotes
-from cgtool.store.artifacts import parted
+from cgtool.store.artifacts import split_origin
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.records import read_manifest
 from cgtool.store.trust import TrustPolicy
@@ -165,7 +165,7 @@ def test_a_warm_compiles_what_a_store_fails_to_give(tmp_path, caplog, fault):
     layout = CacheLayout(root=tmp_path / "cache")
     artifact = read_manifest(layout, RankName(hash=hash_, rank=0, prefix="backbone")).rows[0].artifact
     data = (layout.entry_dir(hash_) / "artifacts" / artifact.file).read_bytes()
-    origin = parted(data, artifact.kind)[0]
+    origin = split_origin(data, artifact.kind)[0]
     (tmp_path / "store").mkdir()
     with faulty(tmp_path / "store") as server:
 

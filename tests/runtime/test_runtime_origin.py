@@ -16,7 +16,7 @@ from cgtool.compiler.pipeline import warm
 from cgtool.errors import ArtifactError
 from cgtool.plan.records import parse_plan
 from cgtool.plan.shapes import shape_text
-from cgtool.store.artifacts import Origin, Package, code_of, pack, parted, unpack, with_origin
+from cgtool.store.artifacts import Origin, Package, code_of, pack, split_origin, unpack, with_origin
 from cgtool.store.entry import EntryWriter, read_entry
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout, RankName
@@ -104,7 +104,7 @@ def test_only_what_agrees_in_piece_and_shape_shares_a_file(cache):
 def test_an_artifact_says_what_it_was_compiled_from_whatever_its_kind(kind):
     data = with_origin(CODE[kind], kind, SAID)
     assert data == with_origin(CODE[kind], kind, SAID)
-    origin, code = parted(data, kind)
+    origin, code = split_origin(data, kind)
     assert (origin.piece, origin.shape) == (SAID.piece, SAID.shape)
     assert code == (data if kind == "pt2" else CODE[kind])
     if kind == "pt2":
@@ -127,5 +127,5 @@ def replaced_origin(package):
 @pytest.mark.parametrize("cut", [0, 1, 40])
 def test_an_artifact_that_does_not_say_is_refused(kind, cut):
     for data in (CODE[kind], with_origin(CODE[kind], kind, SAID)[:cut], b"[]\n", b'{"piece":"x","shape":{}}\n'):
-        with pytest.raises(ArtifactError, match="does not say what it was compiled from"):
-            parted(data, kind)
+        with pytest.raises(ArtifactError, match="does not record what it was compiled from"):
+            split_origin(data, kind)

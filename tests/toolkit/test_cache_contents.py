@@ -79,7 +79,7 @@ def test_a_kernel_that_says_nothing_of_itself_goes_by_its_file():
 def test_what_is_no_package_is_a_warning(data):
     contents = contents_of(data, "pt2")
     assert (contents.size_bytes, contents.members, contents.kernels) == (len(data), (), ())
-    assert contents.warnings[0].startswith("A package is torn")
+    assert contents.warnings[0].startswith("A package is corrupt")
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])

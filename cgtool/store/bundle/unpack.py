@@ -347,7 +347,7 @@ def _artifact_names(base: str, rows: Iterator[Row], there: Mapping[str, Member])
 def check_package(path: Path, member: Member) -> None:
     """Check that a package holds native code, kernels and metadata of ours, and nothing else."""
     try:
-        unpack_package(path.read_bytes(), vouched=True)
+        unpack_package(path.read_bytes(), verified=True)
     except ArtifactError as error:
         why = f"is no package of cgtool's: {_without_remedy(error)}"
         raise refused("strange_package", why, member=member.path) from error

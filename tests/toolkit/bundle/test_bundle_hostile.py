@@ -77,7 +77,7 @@ def test_a_refusal_leaves_no_cache_where_there_was_none(tmp_path, genuine):
 
 def test_every_refusal_names_the_member_and_says_what_to_do(tmp_path, genuine):
     bundle = replacing("/key.json", type=tarfile.SYMTYPE, linkname="/etc/passwd")(genuine)
-    with pytest.raises(RefusedError, match=r"is a symbolic link\. Nothing was changed\. Ask whoever") as refusal:
+    with pytest.raises(RefusedError, match=r"is a symbolic link\. Nothing was changed\. Get an intact copy") as refusal:
         import_bundle(source=io.BytesIO(bundle), cache_dir=tmp_path, trust=True)
     assert refusal.value.path == genuine.name("/key.json")
 
