@@ -1,4 +1,4 @@
-"""What goes into a bundle, for an export and for a push: the members that some ranks make. Must not import torch."""
+"""Collecting the members of a bundle from a cache, for export and push. Must not import torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from cgtool.store.key import read_key
 from cgtool.store.layout import CACHE_FOLDER, MANIFEST_FILE, CacheLayout, RankName, short
 from cgtool.store.records import Manifest, parse_manifest
 
-#: How often an entry is looked at again that writers change meanwhile.
+#: How often to read an entry again because writers changed it.
 _ATTEMPTS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a member is written from: its bytes, or the file that has them."""
+    """The content of a member: its bytes, or the file that contains them."""
 
     member: Member
     data: bytes | None = None
     file: Path | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes, which match the member's digest once the last was yielded."""
+        """Yield the bytes; raise CacheCorruptError at the end if they do not match the member's digest."""
         if self.data is not None:
             yield self.data
         elif self.file is not None:
@@ -43,7 +43,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Everything that goes into a bundle."""
+    """The contents of a bundle."""
 
     contents: tuple[Content, ...]
     manifests: tuple[Manifest, ...]
@@ -54,27 +54,33 @@ class Contents:
 def gather(
     layout: CacheLayout, names: Iterable[RankName], *, shapes: Sequence[str] = (), debug: bool = True
 ) -> Contents:
-    """Return what goes into a bundle, all rows or those of some shapes; artifacts are looked at when they are written.
+    """Return the contents of a bundle of some ranks, without reading the artifacts yet.
+
+    Args:
+        layout: The cache.
+        names: The ranks to include.
+        shapes: Include only the rows of these shapes; empty includes all rows.
+        debug: Include the files that are only for people.
 
     Raises:
-        UsageError: No row is of these shapes.
-        CacheError: Something is missing or torn, or is what `import` would refuse.
+        UsageError: No row has one of these shapes.
+        CacheError: A file is missing or corrupt, or `import` would refuse the bundle.
     """
-    found: dict[str, Content] = {}
+    by_path: dict[str, Content] = {}
     manifests = []
     for name in names:
         base = f"{CACHE_FOLDER}/{name.hash}"
-        if f"{base}/key.json" not in found:
-            _add(found, f"{base}/key.json", _key(layout, name.hash))
-        manifest, files = _rank(layout, name, shapes, debug=debug)
+        if f"{base}/key.json" not in by_path:
+            _add(by_path, f"{base}/key.json", _read_key_file(layout, name.hash))
+        manifest, files = _read_rank(layout, name, shapes, debug=debug)
         for file, data in files.items():
-            _add(found, f"{base}/rank_{name.rank}/{name.prefix}/{file}", data)
+            _add(by_path, f"{base}/rank_{name.rank}/{name.prefix}/{file}", data)
         for row in manifest.rows:
             path = f"{base}/artifacts/{row.artifact.file}"
             member = Member(path=path, sha256=row.artifact.digest, size_bytes=row.artifact.size_bytes)
-            found[path] = Content(member=member, file=layout.root / path)
+            by_path[path] = Content(member=member, file=layout.root / path)
         manifests.append(manifest)
-    contents = tuple(found[path] for path in sorted(found))
+    contents = tuple(by_path[path] for path in sorted(by_path))
     index = Index(members=tuple(content.member for content in contents))
     index_bytes = seal(index)
     _check_importable(index_bytes, contents)
@@ -82,15 +88,15 @@ def gather(
 
 
 def _check_importable(index_bytes: bytes, contents: Iterable[Content]) -> None:
-    """What `import` would refuse is not exported; how many bytes there may be in all is for who imports to say."""
+    """Check that `import` would accept the bundle, except for its total size, which the importing user limits."""
     try:
         parse_index(index_bytes, limits=Limits(max_bytes=sys.maxsize))
         for content in contents:
             if content.data is not None:
                 check_values(content.data, content.member.path)
     except RefusedError as error:
-        message = f"Nothing was exported, for import would refuse it. {without_advice(error)}"
-        advice = "Choose other entries, or fewer of them."
+        message = f"Nothing was exported, because import would refuse it. {without_advice(error)}"
+        advice = "Select other or fewer entries."
         raise CacheError(
             f"{message} {advice}", path=error.path, expected=error.expected, actual=error.actual
         ) from error
@@ -98,55 +104,45 @@ def _check_importable(index_bytes: bytes, contents: Iterable[Content]) -> None:
         header_bytes(content.member.path, content.member.size_bytes, content.member.mode)
 
 
-def _add(found: dict[str, Content], path: str, data: bytes) -> None:
+def _add(by_path: dict[str, Content], path: str, data: bytes) -> None:
     member = Member(path=path, sha256=sha256_hex(data), size_bytes=len(data))
-    found[path] = Content(member=member, data=data)
+    by_path[path] = Content(member=member, data=data)
 
 
-def _key(layout: CacheLayout, hash_: str) -> bytes:
+def _read_key_file(layout: CacheLayout, hash_: str) -> bytes:
     path = layout.key_file(hash_)
     if read_key(layout, hash_) is None or (data := read_bytes(path)) is None:
         raise corrupt_error(path, "it is missing")
     return data
 
 
-def _rank(
+def _read_rank(
     layout: CacheLayout, name: RankName, shapes: Sequence[str], *, debug: bool
 ) -> tuple[Manifest, dict[str, bytes]]:
-    for _ in range(_ATTEMPTS):
-        found = _rank_at_once(layout, name, shapes, debug=debug)
-        if found is not None:
-            return found
-    raise CacheError(f"{layout.rank_dir(name)} kept changing while it was read. Try again.", path=name.flat)
-
-
-def _rank_at_once(
-    layout: CacheLayout, name: RankName, shapes: Sequence[str], *, debug: bool
-) -> tuple[Manifest, dict[str, bytes]] | None:
-    """The manifest and files of one moment; None where a writer was at work meanwhile."""
+    """Return a consistent snapshot of a rank: its manifest without the rows and files to leave out, and its files."""
     path = layout.manifest_file(name)
-    data = read_bytes(path)
-    if data is None:
-        raise CacheError(f"{path.parent} is gone. Look again with: cgtool inspect cache", path=path.parent)
-    whole = parse_manifest(data, path=path, name=name)
-    manifest = _trimmed(whole, shapes, debug=debug)
-    entry = read_entry(layout, name, files=manifest.files)
-    if entry is None or entry.manifest != whole:
-        return None
-    # What stays as it is stays as its writer spelled it: that may have been another version.
-    return manifest, {MANIFEST_FILE: data if manifest is whole else manifest.to_bytes(), **entry.files}
+    for _ in range(_ATTEMPTS):
+        data = read_bytes(path)
+        if data is None:
+            raise CacheError(f"{path.parent} was removed. Check with: cgtool inspect cache", path=path.parent)
+        complete = parse_manifest(data, path=path, name=name)
+        manifest = _trim(complete, shapes, debug=debug)
+        entry = read_entry(layout, name, files=manifest.files)
+        if entry is not None and entry.manifest == complete:
+            # Keep the bytes of an unchanged manifest: another version of cgtool may have written them differently.
+            return manifest, {MANIFEST_FILE: data if manifest is complete else manifest.to_bytes(), **entry.files}
+    raise CacheError(f"{path.parent} kept changing while it was read. Try again.", path=name.flat)
 
 
-def _trimmed(manifest: Manifest, shapes: Sequence[str], *, debug: bool) -> Manifest:
-    """A manifest without the rows and files that are left out."""
+def _trim(manifest: Manifest, shapes: Sequence[str], *, debug: bool) -> Manifest:
     if shapes:
         wanted = [parse_shape(text) for text in shapes]
-        rows = tuple(row for row in manifest.rows if any(is_asked(row.shape, asked) for asked in wanted))
+        rows = tuple(row for row in manifest.rows if any(is_asked(row.shape, shape) for shape in wanted))
         if not rows:
             known = ", ".join(dict.fromkeys(shape_text(row.shape) for row in manifest.rows))
-            asked = ", ".join(shapes)
-            message = f"Entry {short(manifest.hash)} has no artifact for {asked}. Name some of these shapes: {known}."
-            raise UsageError(message, path=manifest.name.flat, expected=known, actual=asked)
+            requested = ", ".join(shapes)
+            message = f"Entry {short(manifest.hash)} has no artifact for {requested}. Its shapes are: {known}."
+            raise UsageError(message, path=manifest.name.flat, expected=known, actual=requested)
         places = {(row.variant, row.piece_index, shape_text(row.shape)) for row in rows}
         fallbacks = tuple(fallback for fallback in manifest.fallbacks if fallback.place in places)
         manifest = replace(manifest, rows=rows, fallbacks=fallbacks)
@@ -166,7 +162,7 @@ def _read_file(path: Path, member: Member) -> Iterator[bytes]:
                 digest.update(chunk)
                 yield chunk
     except FileNotFoundError as error:
-        raise corrupt_error(path, "the manifest names it and it is missing", expected=member.sha256) from error
+        raise corrupt_error(path, "the manifest names it but it is missing", expected=member.sha256) from error
     except OSError as error:
         raise cache_error(error, path, doing="read") from error
     if size != member.size_bytes or digest.hexdigest() != member.sha256:

@@ -1,12 +1,12 @@
-"""Taking what was unpacked and checked into a cache. Must not import torch.
+"""Installing an unpacked and verified bundle in a cache. Must not import torch.
 
-An entry that is new is renamed into place whole. One that is there already is merged: artifacts by content, then each
-rank through `EntryWriter`, under its lock and with one rename. Killed at any moment, each entry is as before or as
-after. Rows that are there stay as they are; the bundle's are added beside them.
+A new entry is renamed into place as a whole. An existing entry is merged: artifacts by content, then each rank by
+`EntryWriter`, under its lock and with one rename. If the process is killed, each entry is either unchanged or complete.
+Existing rows are kept; the bundle's rows are added to them.
 
-A bundle is unpacked in `torch_compile_cache/.import.<pid>.<token>.tmp/`, a cache root of its own that no reader looks
-into, before any of it is believed. Its maker holds a lock on it, so that one which nobody holds was left by a killed
-process and is removed by the next import.
+A bundle is unpacked and verified in `torch_compile_cache/.import.<pid>.<token>.tmp/`, a separate cache root that no
+reader opens. The importing process locks that folder; an unlocked one was left by a killed process, and the next import
+removes it.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ from cgtool.store.records import Key, Manifest, Row, RowPlace
 
 Outcome = Literal["new", "merged", "same"]
 
-_NAME = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
+_UNPACKING_FOLDER = re.compile(r"\.import\.[0-9]+\.[0-9a-f]+\.tmp")
 
 
 def check_fits(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> None:
-    """Check that a bundle can be merged with what is there, before anything changes."""
+    """Check that a bundle can be merged into the cache, before anything changes."""
     for content in unpacked.entries:
-        check_no_links(_written_to(layout, content))
+        check_no_links(_target_folders(layout, content))
         try:
             read_key(layout, content.hash)
         except CacheCorruptError:
-            pass  # replaced
+            pass  # it will be replaced
         except CacheSchemaError as error:
-            raise _newer(content.hash, error) from error
+            raise _schema_refusal(content.hash, error) from error
         for manifest in content.manifests:
             _check_plan(_current(layout, manifest.name), manifest, replacing=replacing)
 
 
 def check_no_links(folders: Iterable[Path]) -> None:
-    """Check that folders of a cache are no links, through which an import would write elsewhere."""
+    """Check that folders of a cache are not symlinks, through which an import would write elsewhere."""
     for folder in folders:
         with os_errors_as_cache_errors(folder):
             is_link = folder.is_symlink()
         if is_link:
             message = (
-                f"{folder} is a link, and an import writes nowhere but into the cache. Nothing was changed. Put what "
-                "it leads to in its place, or name another cache with --cache-dir."
+                f"{folder} is a link, but an import only writes inside the cache. Nothing was changed. Replace the "
+                "link by the folder that it leads to, or use another cache with --cache-dir."
             )
             raise RefusedError(message, reason="link_here", path=folder)
 
 
-def _written_to(layout: CacheLayout, content: EntryContent) -> Iterator[Path]:
-    """Yield every folder that taking in an entry may write to."""
+def _target_folders(layout: CacheLayout, content: EntryContent) -> Iterator[Path]:
+    """Yield every folder that installing an entry may write to."""
     entry = layout.entry_dir(content.hash)
     yield from (layout.lookup_dir, layout.state_dir, entry, entry / ARTIFACTS, entry / SIGNATURES)
     for manifest in content.manifests:
@@ -99,14 +99,14 @@ def _current(layout: CacheLayout, name: RankName) -> Entry | None:
     try:
         return read_entry(layout, name, files=())
     except CacheCorruptError:
-        return None  # replaced
+        return None  # it will be replaced
     except CacheSchemaError as error:
-        raise _newer(name.hash, error) from error
+        raise _schema_refusal(name.hash, error) from error
 
 
-def _newer(hash_: str, error: CacheSchemaError) -> RefusedError:
+def _schema_refusal(hash_: str, error: CacheSchemaError) -> RefusedError:
     message = (
-        f"The cache holds the entry {short(hash_)} as another version of cgtool wrote it. Import it with that one."
+        f"Another version of cgtool wrote the entry {short(hash_)} in the cache. Import the bundle with that version."
     )
     return RefusedError(message, reason="other_schema_here", path=error.path, expected=error.expected)
 
@@ -115,33 +115,36 @@ def _check_plan(entry: Entry | None, manifest: Manifest, *, replacing: bool) -> 
     if entry is None or replacing or _has_same_plan(entry, manifest):
         return
     message = (
-        f"The cache holds the entry {short(manifest.hash)} (rank {manifest.rank}, {manifest.prefix}) with another "
-        "plan, to whose pieces the bundle's artifacts do not belong. Take the bundle's with --replace, or keep yours."
+        f"The entry {short(manifest.hash)} (rank {manifest.rank}, {manifest.prefix}) in the cache has another plan, "
+        "whose pieces do not match the bundle's artifacts. Use --replace to take the bundle's plan, or keep yours."
     )
     raise RefusedError(message, reason="other_plan", path=manifest.name.flat)
 
 
 def check_pickles(entries: tuple[EntryContent, ...], *, trust: bool) -> list[str]:
-    """Say which artifacts torch will unpickle; who signed them says who made them, not that pickle was wanted."""
+    """Return warnings about artifacts that torch will unpickle; refuse them unless `trust`.
+
+    A signature is not enough: it identifies the author but does not show that the user accepts pickle.
+    """
     names = [name for content in entries for name in content.pickles]
     if names and not trust:
-        advice = "Nothing was changed. Import it with --trust, or warm with the adaptor aot_inductor, which has none."
-        raise refused("pickle", "is opened by unpickling it", member=names[0], advice=advice)
+        advice = "Nothing was changed. Import it with --trust, or warm with aot_inductor, which does not use pickle."
+        raise refused("pickle", "would be unpickled when opened", member=names[0], advice=advice)
     if not names:
         return []
     more = "" if len(names) == 1 else f" and {len(names) - 1} more"
-    return [f"{shown(names[0])}{more} will be unpickled by torch when loaded, which runs any code in it."]
+    return [f"{shown(names[0])}{more} will be unpickled by torch when loaded, which can run arbitrary code."]
 
 
 def install(layout: CacheLayout, unpacked: Unpacked, *, replacing: bool) -> list[tuple[Outcome, int]]:
-    """Put every entry of a bundle in place; return what became of each, and how many rows the cache did not have."""
+    """Install every entry of a bundle; return the outcome and the number of new rows for each."""
     ensure_root(layout.root)
     ensure_folder(layout.base)
     for content in unpacked.entries:
         _add_signature(unpacked.layout.entry_dir(content.hash), unpacked)
     installed = []
     for content in unpacked.entries:
-        lease = hold_writing(layout, content.hash)  # artifacts come before the manifests that name them
+        lease = hold_writing(layout, content.hash)  # keeps prune from removing artifacts that no manifest names yet
         try:
             installed.append(_install(layout, unpacked, content, replacing=replacing))
         finally:
@@ -157,19 +160,19 @@ def _install(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, 
         is_new = not target.exists()
     if is_new:
         lookup = LookupStore(layout)
-        for name in names:  # what was pruned may have left its mark
+        for name in names:  # a pruned entry may have left its mark
             lookup.forget(name)
-        if _renamed(source, target):
+        if _move(source, target):
             for manifest in content.manifests:
-                with contextlib.suppress(CacheError):  # whoever looks next takes it in
+                with contextlib.suppress(CacheError):  # the next lookup indexes it
                     lookup.index(manifest.name, manifest.lookup)
             rows = sum(len(manifest.rows) for manifest in content.manifests)
             return "new", rows
     return _merge(layout, unpacked, content, replacing=replacing)
 
 
-def _renamed(source: Path, target: Path) -> bool:
-    """Move a folder into place; False where another process was faster."""
+def _move(source: Path, target: Path) -> bool:
+    """Move a folder into place; return False if another process was faster."""
     for folder, folders, _ in os.walk(source):
         for name in folders:
             sync_folder(Path(folder) / name)
@@ -189,8 +192,10 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
     theirs = ObjectStore(unpacked.layout.entry_dir(content.hash))
     for digest, kind in content.artifacts:
         objects.link_from(theirs.path(digest, kind), digest, kind)
-    added = [_merge_rank(layout, unpacked, one, content.key, replacing=replacing) for one in content.manifests]
-    if _is_whole(layout, unpacked, content):
+    added = [
+        _merge_rank(layout, unpacked, manifest, content.key, replacing=replacing) for manifest in content.manifests
+    ]
+    if _is_as_signed(layout, unpacked, content):
         _add_signature(layout.entry_dir(content.hash), unpacked)
     is_same = all(rows is None for rows in added)
     return ("same" if is_same else "merged"), sum(rows or 0 for rows in added)
@@ -199,19 +204,18 @@ def _merge(layout: CacheLayout, unpacked: Unpacked, content: EntryContent, *, re
 def _merge_rank(
     layout: CacheLayout, unpacked: Unpacked, manifest: Manifest, key: Key, *, replacing: bool
 ) -> int | None:
-    """Merge one rank; return how many rows the cache did not have, None where there was nothing to merge."""
-    # It says from here on that the entry is being written.
+    """Merge one rank; return the number of rows that are new in the cache, or None if there was nothing to merge."""
     writer = EntryWriter(layout, key, rank=manifest.rank, prefix=manifest.prefix)
-    whole = read_entry(unpacked.layout, manifest.name, files=manifest.files)
-    if whole is None:
+    bundled = read_entry(unpacked.layout, manifest.name, files=manifest.files)
+    if bundled is None:
         raise CacheError(f"{unpacked.layout.root} was removed. Import again.", path=unpacked.layout.root)
     kept: set[RowPlace] = set()
 
     def merge(entry: Entry | None) -> tuple[Manifest, Mapping[str, bytes]]:
         nonlocal kept
-        _check_plan(entry, whole.manifest, replacing=replacing)
-        kept = {row.place for row in _kept_rows(entry, whole.manifest, writer.objects)}
-        return _merged(entry, whole, writer.objects)
+        _check_plan(entry, bundled.manifest, replacing=replacing)
+        kept = {row.place for row in _kept_rows(entry, bundled.manifest, writer.objects)}
+        return _merge_entries(entry, bundled, writer.objects)
 
     before = _current(layout, manifest.name)
     if before is not None and _is_intact(layout, before) and merge(before)[0] == before.manifest:
@@ -226,19 +230,19 @@ def _is_intact(layout: CacheLayout, entry: Entry) -> bool:
         return False
 
 
-def _merged(entry: Entry | None, whole: Entry, objects: ObjectStore) -> tuple[Manifest, Mapping[str, bytes]]:
-    """Return what a rank is once the bundle's (`whole`) is in it, and the files that are new; rows in place win."""
-    theirs = whole.manifest
+def _merge_entries(entry: Entry | None, bundled: Entry, objects: ObjectStore) -> tuple[Manifest, Mapping[str, bytes]]:
+    """Return a rank's manifest after merging the bundle's into it, and the new files; existing rows take precedence."""
+    theirs = bundled.manifest
     if entry is None or not _has_same_plan(entry, theirs):
-        return theirs, whole.files
+        return theirs, bundled.files
     ours = entry.manifest
     lookup = tuple(dict.fromkeys((*ours.lookup, *theirs.lookup)))
     base = replace(theirs, created=ours.created, cgtool=ours.cgtool, lookup=lookup)
     merged = base.with_rows(_kept_rows(entry, theirs, objects), ours.fallbacks)
-    named = {**theirs.files, **ours.files}
-    # The writer leaves alone what is intact.
-    new = {name: data for name, data in whole.files.items() if named[name] == theirs.files[name]}
-    return replace(merged, files=named), new
+    records = {**theirs.files, **ours.files}
+    # Includes files that the rank has already: the writer writes only those that are missing or corrupt.
+    new = {name: data for name, data in bundled.files.items() if records[name] == theirs.files[name]}
+    return replace(merged, files=records), new
 
 
 def _has_same_plan(entry: Entry, manifest: Manifest) -> bool:
@@ -246,13 +250,13 @@ def _has_same_plan(entry: Entry, manifest: Manifest) -> bool:
 
 
 def _kept_rows(entry: Entry | None, theirs: Manifest, objects: ObjectStore) -> list[Row]:
-    """The rows of an entry that stay: those of the same plan whose artifacts are in place."""
+    """Return the rows of an entry to keep: those of the same plan whose artifacts are in place."""
     rows = entry.manifest.rows if entry is not None and _has_same_plan(entry, theirs) else ()
     return [row for row in rows if objects.has(row.artifact)]
 
 
-def _is_whole(layout: CacheLayout, unpacked: Unpacked, content: EntryContent) -> bool:
-    """Whether the key and the manifests in place are the bundle's to the byte, so that its signature holds for them."""
+def _is_as_signed(layout: CacheLayout, unpacked: Unpacked, content: EntryContent) -> bool:
+    """Return whether the installed key and manifests are identical to the bundle's, so that its signature is valid."""
     for member in unpacked.members_of(content.hash):
         if member.path.endswith((f"/{KEY_FILE}", f"/{MANIFEST_FILE}")):
             data = read_bytes(layout.root / member.path)
@@ -262,7 +266,7 @@ def _is_whole(layout: CacheLayout, unpacked: Unpacked, content: EntryContent) ->
 
 
 def _add_signature(entry: Path, unpacked: Unpacked) -> None:
-    """Let an entry remember who signed it: load may ask."""
+    """Store a bundle's index and signatures in an entry, for the trust policy of a load."""
     if unpacked.signature_bytes is None:
         return
     name = sha256_hex(unpacked.index_bytes)
@@ -272,13 +276,13 @@ def _add_signature(entry: Path, unpacked: Unpacked) -> None:
 
 @contextlib.contextmanager
 def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
-    """Yield a new folder beside the entries of a cache; what was made for it is gone afterwards."""
+    """Yield a new folder beside the entries of a cache, and remove it and any folders created for it afterwards."""
     check_no_links([layout.base])
-    made = ensure_folder(layout.base)
+    created = ensure_folder(layout.base)
     folder = layout.base / f".import.{os.getpid()}.{secrets.token_hex(6)}.tmp"
     try:
         for name in names_in(layout.base):
-            if _NAME.fullmatch(name) and is_abandoned(layout.base / name):
+            if _UNPACKING_FOLDER.fullmatch(name) and is_abandoned(layout.base / name):
                 discard(layout.base / name)
         try:
             folder.mkdir(mode=0o700)
@@ -293,6 +297,6 @@ def unpacking_folder(layout: CacheLayout) -> Iterator[Path]:
             closing(held)
     finally:
         discard(folder)
-        for above in made:
-            with contextlib.suppress(OSError):  # something is in it by now
+        for above in created:
+            with contextlib.suppress(OSError):  # not empty any more
                 above.rmdir()

@@ -1,8 +1,8 @@
-"""Unpacking a bundle that a stranger may have made, into a folder of its own, and checking it. Must not import torch.
+"""Unpacking an untrusted bundle into a separate folder, and verifying it. Must not import torch.
 
-Every byte is matched to the index before any of it is parsed. Then the records of each entry are parsed as load will
-parse them: what one names must be there, in the index's words, and nothing may be there that none names. Nothing is
-written outside of the folder, whose files are all new.
+Every byte is checked against the index before any of it is parsed. Then the records of each entry are parsed as load
+will parse them: every file that they name must be present and match the index, and no other files may be present.
+Nothing is written outside the folder, and no existing file is opened for writing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cgtool.plan.records import Plan, parse_plan
 from cgtool.store import signatures
 from cgtool.store.artifacts import misplaced
 from cgtool.store.artifacts import unpack as unpack_package
-from cgtool.store.bundle.reading import OpenBundle, Source, opened
+from cgtool.store.bundle.reading import OpenBundle, Source, open_bundle
 from cgtool.store.bundle_index import (
     PACKAGE_KIND,
     PICKLE_KINDS,
@@ -42,27 +42,27 @@ from cgtool.store.layout import ARTIFACTS, CACHE_FOLDER, KEY_FILE, MANIFEST_FILE
 from cgtool.store.records import Key, Manifest, Row, parse_key, parse_manifest
 from cgtool.threads import outcome
 
-#: One flush after another waits for the disk each time; a disk takes many together in the time of one.
+#: Flushing files concurrently: a disk completes many flushes in the time of one.
 _THREADS = 16
-#: Files that are open and wait for their flush.
-_MOST_OPEN = 64
-#: Is told how many members are on the disk, of how many.
+#: Files that may be open while they wait for their flush.
+_MAX_OPEN = 64
+#: Called with the number of members on disk and the total number.
 OnMember = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntryContent:
-    """One entry of a bundle, checked."""
+    """A verified entry of a bundle."""
 
     hash: str
     key: Key
     manifests: tuple[Manifest, ...]
-    #: The artifacts that torch would unpickle, by member name.
+    #: Member names of the artifacts that torch would unpickle.
     pickles: tuple[str, ...]
 
     @property
     def artifacts(self) -> dict[tuple[str, str], int]:
-        """The size of each artifact that a manifest names, by digest and kind."""
+        """The sizes of the artifacts that the manifests name, by digest and kind."""
         return {
             (row.artifact.digest, row.artifact.kind): row.artifact.size_bytes
             for manifest in self.manifests
@@ -72,13 +72,13 @@ class EntryContent:
 
 @dataclass(frozen=True, kw_only=True)
 class Unpacked:
-    """A bundle that was checked."""
+    """A verified bundle."""
 
     layout: CacheLayout
     index: Index
     index_bytes: bytes
     signature_bytes: bytes | None
-    #: The id of the trusted key that signed it; None where no keys were asked for.
+    #: The id of the trusted key that signed it; None if no signature was required.
     signed_by: str | None
     entries: tuple[EntryContent, ...]
 
@@ -96,12 +96,20 @@ def unpack(
     limits: Limits | None = None,
     on_member: OnMember | None = None,
 ) -> Unpacked:
-    """Unpack a bundle into an empty folder of the caller's own, and check all of it.
+    """Unpack a bundle into an empty private folder, and verify all of it.
 
-    Without `keys` no signature is asked for. What is refused (RefusedError) is not believed: nothing of it may be used.
+    Args:
+        source: The bundle.
+        folder: The folder to unpack into.
+        keys: Trusted keys, one of which must have signed the bundle; None requires no signature.
+        limits: Limits above which the bundle is refused.
+        on_member: Called after each member is written.
+
+    Raises:
+        RefusedError: The bundle is not trusted or not valid; do not use anything in the folder.
     """
     limits = limits or Limits()
-    with opened(source, limits) as bundle:
+    with open_bundle(source, limits) as bundle:
         signed_by = None
         if keys is not None:
             signed_by = signatures.check(bundle.index_bytes, bundle.signature_bytes, keys, what=bundle.what)
@@ -127,9 +135,9 @@ def unpack(
 
 @contextlib.contextmanager
 def unpacked(source: Source, *, limits: Limits | None = None) -> Iterator[Path]:
-    """Check a bundle and yield a cache root that holds it, for as long as the block runs.
+    """Verify a bundle and yield a temporary cache root with its entries.
 
-    What it holds was made by a stranger: it may be looked at, and must not be loaded.
+    The entries are untrusted: inspect them, but do not load them.
     """
     folder = Path(tempfile.mkdtemp(prefix="cgtool-bundle-"))
     try:
@@ -145,14 +153,14 @@ def _write_all(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool, 
             (folder / name).mkdir()
         except OSError as error:
             raise cache_error(error, folder / name) from error
-    write = _write_in_turn if bundle.at_once == 1 else _write_beside
+    write = _write_in_order if bundle.at_once == 1 else _write_concurrently
     for number, _ in enumerate(write(bundle, index, folder, signed=signed), 1):
         if on_member is not None:
             on_member(number, len(index.members))
 
 
-def _write_in_turn(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> Iterator[None]:
-    """Write the members in order; yield after each that is on the disk."""
+def _write_in_order(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> Iterator[None]:
+    """Write the members in order; yield after each one is flushed to disk."""
     flushes: deque[Future[None]] = deque()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="cgtool-flush") as pool:
         for member, body in bundle.members(index):
@@ -161,17 +169,17 @@ def _write_in_turn(bundle: OpenBundle, index: Index, folder: Path, *, signed: bo
             actual = _write(descriptor, path, member, body)
             flushes.append(pool.submit(_flush, descriptor, path))
             _check_digest(member, actual, signed=signed)
-            if len(flushes) > _MOST_OPEN:
+            if len(flushes) > _MAX_OPEN:
                 yield flushes.popleft().result()
         for flush in flushes:
             yield flush.result()
 
 
-def _write_beside(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> Iterator[None]:
-    """Write several members at a time; yield after each that is on the disk.
+def _write_concurrently(bundle: OpenBundle, index: Index, folder: Path, *, signed: bool) -> Iterator[None]:
+    """Write several members concurrently; yield after each one is flushed to disk.
 
-    Whoever is interrupted waits for none of them: a network may keep a thread waiting for long. So the threads are
-    daemons, and once the folder is to be removed no file is begun in it.
+    An interrupt does not wait for the threads, which may be blocked on the network for a long time. They are therefore
+    daemons, and no file is created in the folder after this generator ends, when the folder may be removed.
     """
     ended, starting = threading.Event(), threading.Lock()
 
@@ -185,14 +193,14 @@ def _write_beside(bundle: OpenBundle, index: Index, folder: Path, *, signed: boo
         _flush(descriptor, path)
         _check_digest(member, actual, signed=signed)
 
-    under_way: deque[AsyncResult[None]] = deque()
+    pending: deque[AsyncResult[None]] = deque()
     with ThreadPool(bundle.at_once) as pool:
         try:
-            for one in bundle.members(index):
-                under_way.append(pool.apply_async(store, one))
-                if len(under_way) > bundle.at_once:
-                    yield outcome(under_way.popleft())
-            for result in under_way:
+            for member_and_body in bundle.members(index):
+                pending.append(pool.apply_async(store, member_and_body))
+                if len(pending) > bundle.at_once:
+                    yield outcome(pending.popleft())
+            for result in pending:
                 yield outcome(result)
         finally:
             with starting:
@@ -207,12 +215,12 @@ def _create(path: Path, member: Member) -> int:
 
 
 def _write(descriptor: int, path: Path, member: Member, body: Iterable[bytes]) -> str:
-    """Write a new file, which stays open where that succeeds; return the digest of what was written."""
+    """Write a new file and return the digest of its bytes; the descriptor stays open unless an error is raised."""
     digest = hashlib.sha256()
     try:
         for chunk in body:
             digest.update(chunk)
-            try:  # only errors of writing are the disk's: those of reading pass through the same loop
+            try:  # convert only write errors: the loop can also raise read errors
                 view = memoryview(chunk)
                 while view:
                     view = view[os.write(descriptor, view) :]
@@ -227,7 +235,7 @@ def _write(descriptor: int, path: Path, member: Member, body: Iterable[bytes]) -
 def _check_digest(member: Member, actual: str, *, signed: bool) -> None:
     if actual != member.sha256:
         reason = "tampered" if signed else "digest_mismatch"
-        why = "was changed after it was signed" if signed else "differs from its digest"
+        why = "was changed after it was signed" if signed else "does not match its digest"
         raise refused(reason, why, member=member.path, expected=member.sha256, actual=actual)
 
 
@@ -241,30 +249,30 @@ def _flush(descriptor: int, path: Path) -> None:
 
 
 def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> EntryContent:
-    """Check one entry that lies unpacked under a cache root of its own."""
-    there = {member.path: member for member in members}
+    """Verify one entry that was unpacked under a separate cache root."""
+    by_path = {member.path: member for member in members}
     base = f"{CACHE_FOLDER}/{hash_}"
     key_name = f"{base}/{KEY_FILE}"
-    if key_name not in there:
+    if key_name not in by_path:
         raise refused("missing_member", "is missing", member=key_name)
-    with _believing(key_name, "corrupt_key"):
-        key = parse_key(_record(layout, key_name), path=layout.root / key_name, hash_=hash_)
-    names = sorted(_rank_names(hash_, there.values()), key=lambda name: (name.rank, name.prefix))
-    ranks = [_check_rank(layout, name, there) for name in names]
+    with _parse_errors_as_refusals(key_name, "corrupt_key"):
+        key = parse_key(_read_record(layout, key_name), path=layout.root / key_name, hash_=hash_)
+    names = sorted(_rank_names(hash_, by_path.values()), key=lambda name: (name.rank, name.prefix))
+    ranks = [_check_rank(layout, name, by_path) for name in names]
     if not ranks:
         raise refused("missing_member", "is missing", member=f"{base}/rank_0")
     manifests = tuple(manifest for manifest, _ in ranks)
-    named = _artifact_names(base, (row for manifest in manifests for row in manifest.rows), there)
+    artifacts = _artifact_names(base, (row for manifest in manifests for row in manifest.rows), by_path)
     folder = f"{base}/{ARTIFACTS}/"
-    for name in there:
-        if name.startswith(folder) and name not in named:
+    for name in by_path:
+        if name.startswith(folder) and name not in artifacts:
             raise refused("unnamed_artifact", "is an artifact that no manifest names", member=name)
-    for name in sorted(named):
-        if there[name].place.kind == PACKAGE_KIND:
-            check_package(layout.root / name, there[name])
+    for name in sorted(artifacts):
+        if by_path[name].place.kind == PACKAGE_KIND:
+            check_package(layout.root / name, by_path[name])
     for manifest, plan in ranks:
         _check_origins(layout.root / folder, folder, manifest, plan)
-    pickles = tuple(name for name in sorted(named) if there[name].place.kind in PICKLE_KINDS)
+    pickles = tuple(name for name in sorted(artifacts) if by_path[name].place.kind in PICKLE_KINDS)
     return EntryContent(hash=hash_, key=key, manifests=manifests, pickles=pickles)
 
 
@@ -273,33 +281,34 @@ def _rank_names(hash_: str, members: Iterable[Member]) -> set[RankName]:
     return {RankName(hash=hash_, rank=p.rank, prefix=p.prefix) for p in places if p.rank is not None}
 
 
-def _check_rank(layout: CacheLayout, name: RankName, there: Mapping[str, Member]) -> tuple[Manifest, Plan]:
+def _check_rank(layout: CacheLayout, name: RankName, by_path: Mapping[str, Member]) -> tuple[Manifest, Plan]:
     folder = f"{CACHE_FOLDER}/{name.hash}/rank_{name.rank}/{name.prefix}"
     manifest_name, plan_name = f"{folder}/{MANIFEST_FILE}", f"{folder}/{PLAN_FILE}"
-    for needed in (manifest_name, plan_name):
-        if needed not in there:
-            raise refused("missing_member", "is missing", member=needed)
-    with _believing(manifest_name, "corrupt_manifest"):
-        manifest = parse_manifest(_record(layout, manifest_name), path=layout.root / manifest_name, name=name)
+    for required in (manifest_name, plan_name):
+        if required not in by_path:
+            raise refused("missing_member", "is missing", member=required)
+    with _parse_errors_as_refusals(manifest_name, "corrupt_manifest"):
+        manifest = parse_manifest(_read_record(layout, manifest_name), path=layout.root / manifest_name, name=name)
     for file, record in manifest.files.items():
-        member = there.get(f"{folder}/{file}")
+        member = by_path.get(f"{folder}/{file}")
         if member is None:
-            raise refused("missing_member", "is named by its manifest and is missing", member=f"{folder}/{file}")
+            raise refused("missing_member", "is named by its manifest but missing", member=f"{folder}/{file}")
         if (record.sha256, record.size_bytes) != (member.sha256, member.size_bytes):
-            raise refused("digest_mismatch", "is another file than its manifest names", member=member.path)
-    ours = {place.file for m in there.values() if (place := m.place).prefix == name.prefix and place.rank == name.rank}
-    for file in sorted(ours - manifest.files.keys() - {MANIFEST_FILE}):
-        raise refused("unlisted_member", "is named by no manifest", member=f"{folder}/{file}")
+            raise refused("digest_mismatch", "does not match the digest in its manifest", member=member.path)
+    places = [member.place for member in by_path.values()]
+    files = {place.file for place in places if (place.rank, place.prefix) == (name.rank, name.prefix)}
+    for file in sorted(files - manifest.files.keys() - {MANIFEST_FILE}):
+        raise refused("unlisted_member", "is not named by its manifest", member=f"{folder}/{file}")
     return manifest, _check_plan(layout, plan_name, manifest)
 
 
 def _check_plan(layout: CacheLayout, name: str, manifest: Manifest) -> Plan:
-    with _believing(name, "corrupt_plan"):
-        plan = parse_plan(_record(layout, name), path=layout.root / name)
+    with _parse_errors_as_refusals(name, "corrupt_plan"):
+        plan = parse_plan(_read_record(layout, name), path=layout.root / name)
     if len(plan.variants) != len(manifest.variants):
         raise refused(
             "corrupt_plan",
-            "has other variants than its manifest says",
+            "has different variants than its manifest",
             member=name,
             expected=len(manifest.variants),
             actual=len(plan.variants),
@@ -311,63 +320,63 @@ def _check_plan(layout: CacheLayout, name: str, manifest: Manifest) -> Plan:
     return plan
 
 
-def _record(layout: CacheLayout, name: str) -> bytes:
-    """Return the bytes of a record, of which it is known what they come to once they are parsed."""
+def _read_record(layout: CacheLayout, name: str) -> bytes:
+    """Return the bytes of a record after checking that parsing them takes bounded memory."""
     data = (layout.root / name).read_bytes()
     check_values(data, name)
     return data
 
 
 def _check_origins(folder: Path, name: str, manifest: Manifest, plan: Plan) -> None:
-    """Check that each artifact is what its row says, as load does."""
+    """Check that each artifact's origin matches its row, as load does."""
     for row, error in misplaced(manifest, plan, folder):
-        why = f"is not what its manifest says: {_without_remedy(error)}"
+        why = f"does not match its manifest: {_without_remedy(error)}"
         raise refused("strange_artifact", why, member=name + row.artifact.file)
 
 
-def _artifact_names(base: str, rows: Iterator[Row], there: Mapping[str, Member]) -> set[str]:
-    found = set()
+def _artifact_names(base: str, rows: Iterator[Row], by_path: Mapping[str, Member]) -> set[str]:
+    names = set()
     for row in rows:
         name = f"{base}/{ARTIFACTS}/{row.artifact.file}"
-        member = there.get(name)
+        member = by_path.get(name)
         if member is None:
-            raise refused("missing_artifact", "is named by a manifest and is missing", member=name)
+            raise refused("missing_artifact", "is named by a manifest but missing", member=name)
         if member.size_bytes != row.artifact.size_bytes:
             raise refused(
                 "size_mismatch",
-                "has another size than its manifest says",
+                "has a different size than in its manifest",
                 member=name,
                 expected=row.artifact.size_bytes,
                 actual=member.size_bytes,
             )
-        found.add(name)
-    return found
+        names.add(name)
+    return names
 
 
 def check_package(path: Path, member: Member) -> None:
-    """Check that a package holds native code, kernels and metadata of ours, and nothing else."""
+    """Check that a package contains only the native code, kernels and metadata that cgtool writes."""
     try:
         unpack_package(path.read_bytes(), verified=True)
     except ArtifactError as error:
-        why = f"is no package of cgtool's: {_without_remedy(error)}"
+        why = f"is not a package written by cgtool: {_without_remedy(error)}"
         raise refused("strange_package", why, member=member.path) from error
 
 
 def _without_remedy(error: ArtifactError) -> str:
-    return str(error).rpartition(". ")[0]  # whoever imports cannot warm it again
+    return str(error).rpartition(". ")[0]  # the importing user cannot warm the model again
 
 
 @contextlib.contextmanager
-def _believing(member: str, reason: str) -> Iterator[None]:
-    """Turn what a stranger's record makes a parser raise into a refusal that names the member."""
+def _parse_errors_as_refusals(member: str, reason: str) -> Iterator[None]:
+    """Convert any error that an untrusted record causes in a parser to a refusal of the member."""
     try:
         yield
     except CacheSchemaError as error:
-        why = f"has the schema {str(error.actual)[:20]}, and this cgtool reads {error.expected}"
+        why = f"has schema {str(error.actual)[:20]}, but this cgtool reads schema {error.expected}"
         raise refused("unknown_schema", why, member=member, expected=error.expected) from error
     except (CacheCorruptError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise refused(reason, "is not as cgtool writes it", member=member, actual=str(error)[:500]) from error
+        raise refused(reason, "was not written by cgtool", member=member, actual=str(error)[:500]) from error
     except RecursionError as error:
-        raise refused(reason, "is nested without end", member=member) from error
+        raise refused(reason, "is nested too deeply", member=member) from error
     except MemoryError as error:
-        raise refused("too_large", "needs more memory than there is", member=member) from error
+        raise refused("too_large", "needs more memory than is available", member=member) from error

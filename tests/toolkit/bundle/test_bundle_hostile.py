@@ -190,7 +190,7 @@ def test_empty_blocks_without_end_are_refused(tmp_path, genuine):
     frame = genuine.bytes()
     head = frame[:6] if not frame[4] & 0x20 else frame[:5]
     stream = io.BytesIO(head + b"\0\0\0" * 10**6)
-    with pytest.raises(RefusedError, match="longer than what it holds") as refusal:
+    with pytest.raises(RefusedError, match="is larger than its decompressed content") as refusal:
         import_bundle(source=stream, cache_dir=tmp_path, trust=True)
     assert refusal.value.reason == "bad_compression"
     assert stream.tell() < 2 * 2**20

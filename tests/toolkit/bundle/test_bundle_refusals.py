@@ -23,7 +23,7 @@ GIVEN = (
     r'reason="([a-z_]+)"',
     r'reason = "([a-z_]+)" if',
     r'if signed else "([a-z_]+_[a-z]+)"',
-    r'_believing\(\w+, "([a-z_]+)"',
+    r'_parse_errors_as_refusals\(\w+, "([a-z_]+)"',
     r'(?:TYPE|SPARSE): \("([a-z_]+)"',
     r'_EXTENDED = \("([a-z_]+)"',
     r'\("([a-z_]+)", "is neither',
