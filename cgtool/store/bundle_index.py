@@ -23,7 +23,7 @@ Each refusal has a stable machine-readable reason, which `cgtool import --json` 
     corrupt_key corrupt_manifest corrupt_plan strange_package strange_artifact pickle         content
     unsupported other_plan other_schema_here link_here                                        the cache imported into
 
-Loads add foreign_owner, writable_by_others and changed (`cgtool.store.trust`).
+Load adds (`cgtool.store.trust`): foreign_owner writable_by_others changed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ GIVEN = (
     r'_parse_errors_as_refusals\(\w+, "([a-z_]+)"',
     r'(?:TYPE|SPARSE): \("([a-z_]+)"',
     r'_EXTENDED = \("([a-z_]+)"',
-    r'\("([a-z_]+)", "is neither',
+    r'\("([a-z_]+)", "has an unknown',
 )
 
 
