@@ -1,6 +1,6 @@
-"""Entries and units of a store, in the layout of `cgtool.remote`: what is there, reading it and adding to it.
+"""Finding and reading the entries of a store, in the layout of `cgtool.remote`. Must not import torch.
 
-An entry is read as a bundle (`RemoteBundle`), so that what comes from a store is checked by what checks a bundle.
+An entry is read as a bundle (`RemoteBundle`), so that content from a store passes the same checks as a bundle.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from cgtool.store.files import read_matching
 from cgtool.store.layout import CACHE_FOLDER, KEY_FILE, CacheLayout, is_hash, short
 from cgtool.store.records import Key, parse_key
 
-#: How many files travel at a time.
+#: The number of concurrent transfers.
 AT_ONCE = 8
-#: Returns the bytes of a member that this machine has already; None where it has not.
+#: Returns the bytes of a member from this machine, or None if it does not have them.
 Have = Callable[[Member], bytes | None]
 
 
 def index_path(hash_: str, digest: str) -> str:
-    """Return where the index of an entry lies."""
+    """Return the path of an index of an entry."""
     return f"entries/{hash_}/{digest}.{INDEX_FILE}"
 
 
 def signature_path(hash_: str, digest: str) -> str:
-    """Return where the signatures of an index lie."""
+    """Return the path of the signatures of an index."""
     return f"entries/{hash_}/{digest}.{SIGNATURE_FILE}"
 
 
 def member_path(member: Member) -> str:
-    """Return where a member of an index lies."""
+    """Return the path of a member of an index."""
     place = member.place
     return f"artifacts/{place.file}" if place.kind else f"entries/{place.hash}/{member.sha256}.{place.file}"
 
 
 def mark_path(lookup: str, hash_: str) -> str:
-    """Return where the mark lies that leads from a digest of cheap facts to an entry."""
+    """Return the path of the file that leads from a lookup digest to an entry."""
     return f"lookup/{lookup}/{hash_}"
 
 
 def unit_path(key: str) -> str:
-    """Return where the record of a unit lies."""
+    """Return the path of the record of a unit."""
     return f"units/{key}"
 
 
 def in_cache(layout: CacheLayout, member: Member) -> bytes | None:
-    """Return the bytes of a member that a cache has in its place; None where it has not."""
+    """Return the bytes of a member from its place in a cache, or None if they are missing or corrupt."""
     try:
         return read_matching(layout.root / member.path, member.sha256)
     except CacheCorruptError:
@@ -67,7 +67,7 @@ def in_cache(layout: CacheLayout, member: Member) -> bytes | None:
 
 
 def indexes(store: Store, hash_: str | None = None) -> dict[str, list[str]]:
-    """Return the digests of the indexes of one entry or of all, oldest first, by the entry's hash."""
+    """Return the digests of the indexes of one entry or of all entries, oldest first, by the entry's hash."""
     found: dict[str, list[tuple[float, str]]] = {}
     for item in store.list("entries" if hash_ is None else f"entries/{hash_}"):
         match item.path.split("/"):
@@ -79,7 +79,7 @@ def indexes(store: Store, hash_: str | None = None) -> dict[str, list[str]]:
 
 
 class RemoteBundle:
-    """A bundle whose members lie in a store; see `cgtool.store.bundle.reading.OpenBundle`."""
+    """A bundle whose members are in a store; see `cgtool.store.bundle.reading.OpenBundle`."""
 
     at_once = AT_ONCE
 
@@ -94,15 +94,15 @@ class RemoteBundle:
         self._reading = threading.Lock()
 
     def members(self, index: Index) -> Iterator[tuple[Member, Iterator[bytes]]]:
-        """Yield every member with its bytes; an index that names other entries too is refused."""
+        """Yield every member with its bytes; refuse an index that names other entries."""
         if index.hashes != (self._hash,):
-            why, actual = "names members of another entry than that it lies with", list(index.hashes)
+            why, actual = "names members of other entries than its own", list(index.hashes)
             raise refused("bad_index", why, member=INDEX_FILE, expected=self._hash, actual=actual)
         for member in index.members:
             yield member, self._body(member)
 
     def _body(self, member: Member) -> Iterator[bytes]:
-        with self._reading:  # what this machine has is read whole: one file at a time lies in memory
+        with self._reading:  # local files are read into memory, so read only one at a time
             data = self._have(member)
             if data is not None:
                 yield data
@@ -110,20 +110,20 @@ class RemoteBundle:
             yield from stream(self._store, member_path(member), member.size_bytes)
 
     def key(self, index: Index, hash_: str) -> Key:
-        """Return the key of an entry of the bundle, without anything else of it."""
+        """Return the key of an entry in the bundle, reading nothing else."""
         path = f"{CACHE_FOLDER}/{hash_}/{KEY_FILE}"
         member = next((member for member in index.members if member.path == path), None)
         if member is None:
             raise refused("missing_member", "is missing", member=path)
         data = b"".join(self._body(member))
         if sha256_hex(data) != member.sha256:
-            raise refused("digest_mismatch", "differs from its digest", member=path)
+            raise refused("digest_mismatch", "does not match its digest", member=path)
         check_values(data, path)
         return parse_key(data, path=Path(path), hash_=hash_)
 
 
 def open_bundle(store: Store, hash_: str, digest: str, have: Have = lambda _: None) -> RemoteBundle | None:
-    """Return a bundle of an entry, of which only the index was read; None where the index is not whole (yet)."""
+    """Open a bundle of an entry, reading only index and signatures; None if the index is missing or incomplete."""
     data = read(store, index_path(hash_, digest), most=Limits().max_index_bytes)
     if data is None or sha256_hex(data) != digest:
         return None
@@ -132,7 +132,7 @@ def open_bundle(store: Store, hash_: str, digest: str, have: Have = lambda _: No
 
 
 def candidates(store: Store, lookup: str) -> Iterable[str]:
-    """Return the hashes of the entries that a digest of cheap facts may mean, the newest first."""
+    """Return the hashes of the candidate entries for a lookup digest, newest first."""
     marks = sorted(store.list(f"lookup/{lookup}"), key=lambda item: -item.modified)
     names = [item.path.rpartition("/")[2] for item in marks]
     return [name for name in names if is_hash(name)]

@@ -1,7 +1,7 @@
-"""A store behind HTTP: plain GET, and WebDAV for the rest (PUT, PROPFIND, DELETE, MKCOL). Must not import torch.
+"""Stores on HTTP servers: plain GET, and WebDAV for the rest (PUT, PROPFIND, DELETE, MKCOL). Must not import torch.
 
-Credentials are those of the URL, else those that requests finds by itself (~/.netrc). A server that knows no PROPFIND
-is listed by the links of the page that it shows for a folder, as nginx and Apache make one.
+Credentials are taken from the URL, or else found by requests itself (~/.netrc). For a server without PROPFIND, folders
+are listed by the links on their index pages, as nginx and Apache generate them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cgtool.errors import RemoteError
 from cgtool.remote.pace import paced
 from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
 
-#: Answers after which the same request may succeed.
+#: Status codes after which the same request may succeed.
 _PASSING = (408, 429, 500, 502, 503, 504)
 _OK, _PARTIAL, _MULTI = 200, 206, 207
 _FORBIDDEN, _MISSING, _NO_METHOD, _CONFLICT, _EXISTS, _NO_RANGE = (401, 403), (404, 410), (405, 501), 409, 412, 416
@@ -38,93 +38,94 @@ _PROPFIND = (
 )
 _LINK = re.compile(r'<a\s[^<>]*?href="([^"?#]+)"', re.IGNORECASE)
 _QUERY = re.compile(r"\?\S+")
-#: The most that an answer may come to which is held in memory: hundreds of thousands of files in one folder.
-_MOST_HELD_BYTES = 64 * 2**20
-#: The folders of a store lie in one another less often.
-_MOST_FOLDERS = 4
-#: Larger numbers are of no file.
-_MOST_DIGITS = 18
+#: Maximum size of a response held in memory: a listing of hundreds of thousands of files.
+_MAX_RESPONSE_BYTES = 64 * 2**20
+#: Maximum depth of folders; those of a store are nested less deeply.
+_MAX_DEPTH = 4
+#: Longer numbers are not file sizes.
+_MAX_DIGITS = 18
 
 
 class _WithoutQueries(logging.Filter):
-    """Cuts off the queries of URLs, which may hold tokens, from what urllib3 says of its attempts."""
+    """Removes the queries of URLs, which may contain tokens, from the log messages of urllib3."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            record.args = tuple(_QUERY.sub("?…", one) if isinstance(one, str) else one for one in record.args)
+            record.args = tuple(_QUERY.sub("?…", arg) if isinstance(arg, str) else arg for arg in record.args)
         return True
 
 
 logging.getLogger("urllib3.connectionpool").addFilter(_WithoutQueries())
 
 
-class _Retry(Retry):  # type: ignore[misc]  # Any, for extras are not looked into
-    """Tries again over another connection: what an answer that failed still has to say may have no end."""
+class _Retry(Retry):  # type: ignore[misc]  # Any: extras are not type-checked
+    """Retries over a new connection, because the rest of a failed response may be endless."""
 
-    def increment(self, *known: Any, response: Any = None, **more: Any) -> Any:
-        """Return what is left of the attempts, as urllib3 asks before it reads the answer to its end."""
-        left = super().increment(*known, response=response, **more)
+    def increment(self, *args: Any, response: Any = None, **kwargs: Any) -> Any:
+        """Close a failed response before urllib3 would read it to its end."""
+        remaining = super().increment(*args, response=response, **kwargs)
         if response is not None:
             response.close()
-        return left
+        return remaining
 
     def get_retry_after(self, response: Any) -> float | None:
-        """Return for how long a server asks to be left alone, as far as it says so in a form that means something."""
+        """Return the seconds in a Retry-After header; None if it is missing or invalid."""
         try:
-            wait: float | None = super().get_retry_after(response)
-        except (HTTPError, ValueError, OverflowError):  # words, 5,000 digits, a date of the year 99999
+            seconds: float | None = super().get_retry_after(response)
+        except (HTTPError, ValueError, OverflowError):  # words, 5,000 digits, a date in the year 99999
             return None
-        return wait
+        return seconds
 
 
 class _Adapter(HTTPAdapter):  # type: ignore[misc]  # as above
-    """Waits for no answer for ever, and for a slow one long enough; holds none that has no end."""
+    """Limits the time and the memory that a response may take."""
 
-    def get_connection_with_tls_context(self, *known: Any, **more: Any) -> Any:
-        """Return a pool of connections whose answers are not endlessly slow."""
-        pool = super().get_connection_with_tls_context(*known, **more)
+    def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a pool of connections with a minimum transfer rate."""
+        pool = super().get_connection_with_tls_context(*args, **kwargs)
         if "ConnectionCls" not in vars(pool):
             pool.ConnectionCls = paced(pool.ConnectionCls)
         return pool
 
-    def send(self, request: Any, stream: bool = False, **more: Any) -> Any:
-        """Send a request with limits of time and of memory, whoever made it.
+    def send(self, request: Any, stream: bool = False, **kwargs: Any) -> Any:
+        """Send a request with limits on time and memory, even if the caller sets none.
 
-        The limit for a connection is that for sending too, and a body in one piece must be gone by then: so it goes
-        in many.
+        The connect timeout also limits sending, and a body passed as bytes must be sent within it. So bodies are sent
+        in chunks.
 
         Raises:
-            requests.RequestException: The server fails, or says more than is held in memory.
+            requests.RequestException: The server fails, or its response is too large for memory.
         """
         if isinstance(request.body, bytes):
             request.body = io.BytesIO(request.body)
-        more["timeout"] = more.get("timeout") or (CONNECT_SECS if request.body is None else SILENCE_SECS, SILENCE_SECS)
+        connect_secs = CONNECT_SECS if request.body is None else SILENCE_SECS
+        kwargs["timeout"] = kwargs.get("timeout") or (connect_secs, SILENCE_SECS)
         try:
-            answer = super().send(request, stream=True, **more)
-        except HTTPError as error:  # a host of no name that can be; requests lets it pass
+            response = super().send(request, stream=True, **kwargs)
+        except HTTPError as error:  # an invalid host name, which requests does not catch
             raise requests.exceptions.InvalidURL(error, request=request) from error
-        if answer.is_redirect:
-            answer.close()  # its body says nothing
+        if response.is_redirect:
+            response.close()  # its body is not needed
         elif not stream:
-            held = bytearray()
-            with contextlib.closing(answer):
-                for chunk in answer.iter_content(CHUNK_BYTES):
-                    held += chunk
-                    if len(held) > _MOST_HELD_BYTES:
-                        why = f"its answer has more than {_MOST_HELD_BYTES} bytes"
+            body = bytearray()
+            with contextlib.closing(response):
+                for chunk in response.iter_content(CHUNK_BYTES):
+                    body += chunk
+                    if len(body) > _MAX_RESPONSE_BYTES:
+                        why = f"its response has more than {_MAX_RESPONSE_BYTES} bytes"
                         raise requests.RequestException(errno.EMSGSIZE, why, request=request)
-            answer._content = bytes(held)  # noqa: SLF001 - where requests keeps what it has read
-        return answer
+            response._content = bytes(body)  # noqa: SLF001 - where requests keeps the body
+        return response
 
 
-def patient(session: requests.Session) -> requests.Session:
-    """Let a session try again what may pass, with backoff and jitter, and give up in the end."""
+def with_retries(session: requests.Session) -> requests.Session:
+    """Make a session retry transient errors, with backoff and jitter."""
     retry = _Retry(
         total=ATTEMPTS - 1,
         backoff_factor=BACKOFF_SECS,
         backoff_jitter=BACKOFF_SECS,
         status_forcelist=_PASSING,
-        allowed_methods=None,  # whatever is asked twice does the same
+        allowed_methods=None,  # all requests are idempotent
         raise_on_status=False,
         retry_after_max=int(SILENCE_SECS),
     )
@@ -134,204 +135,199 @@ def patient(session: requests.Session) -> requests.Session:
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    """Return what an error of a client was made from; what was tried again is an argument only.
+    """Return the error that an HTTP client's error wraps; after retries it is only in the arguments.
 
-    An error of the system was made from nothing: beside it stands whatever the program was handling just then.
+    An `OSError` wraps nothing: its context is an unrelated exception that was being handled at the time.
     """
     if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
         return None
-    found = (error.__cause__, error.__context__, *error.args)
-    return next((one for one in found if isinstance(one, (OSError, HTTPError, HTTPException))), None)
+    candidates = (error.__cause__, error.__context__, *error.args)
+    return next((inner for inner in candidates if isinstance(inner, (OSError, HTTPError, HTTPException))), None)
 
 
 class HttpStore:
-    """See `cgtool.remote.stores.Store`; the URL of its folder may hold user and password, or a token in a query."""
+    """A folder on a server; see `Store`. Its URL may contain user and password, or a token in the query."""
 
     caveat = ""
-    _login = "Check the user and password (in the URL, or in ~/.netrc), and what they may do there."
-    _no_method = "It takes no files so: name a server with WebDAV, or a bucket (s3://, gs://, az://)."
+    _login_advice = "Check the user and password (in the URL, or in ~/.netrc) and their permissions."
+    _method_advice = "It does not accept files. Use a server with WebDAV, or a bucket (s3://, gs://, az://)."
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.url = shown(url)
         self._host = self.url[: len(self.url) - len(urlsplit(self.url).path)]
         self._query = parts.query and f"?{parts.query}"
-        self._session = patient(requests.Session())
+        self._session = with_retries(requests.Session())
         self._session.headers["Accept-Encoding"] = "identity"
         if parts.username is not None:
             self._session.auth = unquote(parts.username), unquote(parts.password or "")
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
-        answer = self._ask("GET", path, headers={"Range": f"bytes={start}-"} if start else {}, stream=True)
-        if answer.status_code not in (_OK, _PARTIAL):
-            with contextlib.closing(answer):  # it was not read
-                if answer.status_code in _MISSING:
+        response = self._send("GET", path, headers={"Range": f"bytes={start}-"} if start else {}, stream=True)
+        if response.status_code not in (_OK, _PARTIAL):
+            with contextlib.closing(response):  # its body was not read
+                if response.status_code in _MISSING:
                     return None
-                if answer.status_code == _NO_RANGE:
+                if response.status_code == _NO_RANGE:
                     return iter(())
-                raise self._refused(answer, f"read {path}")
-        skipped = start if answer.status_code == _OK else 0  # a server may know no ranges
-        return self._chunks(answer, path, skipped)
+                raise self._status_error(response, f"read {path}")
+        to_skip = start if response.status_code == _OK else 0  # the server may not support ranges
+        return self._chunks(response, path, to_skip)
 
-    def _chunks(self, answer: requests.Response, path: str, skipped: int) -> Iterator[bytes]:
+    def _chunks(self, response: requests.Response, path: str, to_skip: int) -> Iterator[bytes]:
         try:
-            for chunk in answer.iter_content(CHUNK_BYTES):
-                if skipped < len(chunk):
-                    yield chunk[skipped:]
-                skipped = max(0, skipped - len(chunk))
+            for chunk in response.iter_content(CHUNK_BYTES):
+                if to_skip < len(chunk):
+                    yield chunk[to_skip:]
+                to_skip = max(0, to_skip - len(chunk))
         except requests.RequestException as error:
-            raise self._broken(error, f"read {path}") from error
+            raise self._connection_error(error, f"read {path}") from error
         finally:
-            answer.close()
+            response.close()
 
     def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
         """See `Store`."""
         headers = {"If-None-Match": "*"} if if_absent else {}
-        answer = self._put(path, body, headers)
-        if answer.status_code in (_CONFLICT, *_MISSING):  # WebDAV wants the folders made first
-            top, *names = self._address(path).removeprefix(self._host).split("/")[:-1]
+        response = self._put(path, body, headers)
+        if response.status_code in (_CONFLICT, *_MISSING):  # WebDAV requires the folders to exist
+            top, *names = self._file_url(path).removeprefix(self._host).split("/")[:-1]
             for depth in range(len(names)):
                 self._request("MKCOL", self._host + "/".join([top, *names[: depth + 1], ""]) + self._query)
-            answer = self._put(path, body, headers)
-        if if_absent and answer.status_code == _EXISTS:
+            response = self._put(path, body, headers)
+        if if_absent and response.status_code == _EXISTS:
             return False
-        if not answer.ok:
-            raise self._refused(answer, f"write {path}")
+        if not response.ok:
+            raise self._status_error(response, f"write {path}")
         return True
 
     def _put(self, path: str, body: bytes | Path, headers: dict[str, str]) -> requests.Response:
         if isinstance(body, bytes):
-            return self._ask("PUT", path, data=body, headers=headers)
+            return self._send("PUT", path, data=body, headers=headers)
         with body.open("rb") as file:
-            return self._ask("PUT", path, data=file, headers=headers)
+            return self._send("PUT", path, data=file, headers=headers)
 
     def size(self, path: str) -> int | None:
         """See `Store`."""
-        answer = self._ask("HEAD", path)
-        if answer.status_code in _MISSING:
+        response = self._send("HEAD", path)
+        if response.status_code in _MISSING:
             return None
-        if not answer.ok:
-            raise self._refused(answer, f"look for {path}")
-        return _number(answer.headers.get("Content-Length"))
+        if not response.ok:
+            raise self._status_error(response, f"look for {path}")
+        return _parse_size(response.headers.get("Content-Length"))
 
     def delete(self, path: str) -> None:
         """See `Store`."""
-        answer = self._ask("DELETE", path)
-        if not answer.ok and answer.status_code not in _MISSING:
-            raise self._refused(answer, f"remove {path}")
+        response = self._send("DELETE", path)
+        if not response.ok and response.status_code not in _MISSING:
+            raise self._status_error(response, f"remove {path}")
 
     def list(self, folder: str) -> Iterator[Item]:
         """See `Store`."""
-        answer = self._ask("PROPFIND", f"{folder}/", data=_PROPFIND, headers={"Depth": "1"})
-        if answer.status_code in _MISSING:
+        response = self._send("PROPFIND", f"{folder}/", data=_PROPFIND, headers={"Depth": "1"})
+        if response.status_code in _MISSING:
             return
-        if answer.status_code == _MULTI:
-            children = list(self._properties(answer, folder))
-        elif answer.status_code in (*_NO_METHOD, 400):
-            children = list(self._links(folder))
+        if response.status_code == _MULTI:
+            children = list(self._parse_propfind(response, folder))
+        elif response.status_code in (*_NO_METHOD, 400):
+            children = list(self._list_links(folder))
         else:
-            raise self._refused(answer, f"list {folder}")
+            raise self._status_error(response, f"list {folder}")
         for item, is_folder in children:
             if not is_folder:
                 yield item
-            elif item.path.count("/") < _MOST_FOLDERS:
+            elif item.path.count("/") < _MAX_DEPTH:
                 yield from self.list(item.path)
 
-    def _properties(self, answer: requests.Response, folder: str) -> Iterator[tuple[Item, bool]]:
-        """What a server says of the files and folders in a folder."""
+    def _parse_propfind(self, response: requests.Response, folder: str) -> Iterator[tuple[Item, bool]]:
+        """Yield each child of a folder, and whether it is a folder itself."""
         try:
-            found = ET.fromstring(answer.content)  # noqa: S314 - expat bounds what entities grow to
+            root = ET.fromstring(response.content)  # noqa: S314 - expat limits the expansion of entities
         except (ET.ParseError, ValueError, LookupError) as error:  # the latter two for encodings
-            message = f"{self.url} could not list {folder}: its answer is no XML ({error}). Ask who runs it."
+            message = f"{self.url} could not list {folder}: its response is not XML ({error}). Contact its operator."
             raise RemoteError(message, path=self.url, actual=str(error)) from error
-        for one in found.iterfind("{DAV:}response"):
-            href = _path_of(one.findtext("{DAV:}href", "")).rstrip("/")
+        for element in root.iterfind("{DAV:}response"):
+            href = _url_path(element.findtext("{DAV:}href", "")).rstrip("/")
             name = href.rpartition("/")[2]
             if not href.endswith(f"/{folder}/{name}"):
                 continue  # the folder itself
-            size = _number(one.findtext(".//{DAV:}getcontentlength"))
-            is_folder = one.find(".//{DAV:}collection") is not None
-            modified = _time(one.findtext(".//{DAV:}getlastmodified"))
+            size = _parse_size(element.findtext(".//{DAV:}getcontentlength"))
+            is_folder = element.find(".//{DAV:}collection") is not None
+            modified = _parse_time(element.findtext(".//{DAV:}getlastmodified"))
             yield Item(f"{folder}/{name}", size, modified), is_folder
 
-    def _links(self, folder: str) -> Iterator[tuple[Item, bool]]:
-        """The names on the page of a folder; their sizes and times are not asked for."""
-        answer = self._ask("GET", f"{folder}/")
-        if answer.status_code in _MISSING:
+    def _list_links(self, folder: str) -> Iterator[tuple[Item, bool]]:
+        """Yield each child linked on a folder's index page, without size and time, and whether it is a folder."""
+        response = self._send("GET", f"{folder}/")
+        if response.status_code in _MISSING:
             return
-        if not answer.ok or "html" not in answer.headers.get("Content-Type", ""):
+        if not response.ok or "html" not in response.headers.get("Content-Type", ""):
             message = (
-                f"{self.url} cannot be listed: it answers neither PROPFIND nor with a page of links. Name entries by "
-                "their whole hash, or switch on WebDAV or an index of the folder at the server."
+                f"{self.url} cannot be listed: it supports neither PROPFIND nor index pages. Name entries by their "
+                "whole hash, or enable WebDAV or index pages on the server."
             )
-            raise RemoteError(message, path=self.url, actual=answer.status_code)
-        base = self._address(f"{folder}/")
-        for link in _LINK.findall(answer.content.decode("utf-8", "replace")):
+            raise RemoteError(message, path=self.url, actual=response.status_code)
+        base = self._file_url(f"{folder}/")
+        for link in _LINK.findall(response.content.decode("utf-8", "replace")):
             try:
-                place = unquote(urljoin(base, link))
+                target = unquote(urljoin(base, link))
             except ValueError:
-                continue  # no URL
-            name = place.removeprefix(unquote(base))
-            if place.startswith(unquote(base)) and name.rstrip("/") and "/" not in name.rstrip("/"):
+                continue  # not a URL
+            name = target.removeprefix(unquote(base))
+            if target.startswith(unquote(base)) and name.rstrip("/") and "/" not in name.rstrip("/"):
                 yield Item(f"{folder}/{name.rstrip('/')}", 0, 0.0), name.endswith("/")
 
-    def _address(self, path: str) -> str:
+    def _file_url(self, path: str) -> str:
         return f"{self.url}/{quote(path)}"
 
-    def _place(self, path: str) -> str:
-        return self._address(path) + self._query
+    def _request_url(self, path: str) -> str:
+        return self._file_url(path) + self._query
 
-    def _ask(self, method: str, path: str, **more: Any) -> requests.Response:
-        return self._request(method, self._place(path), **more)
+    def _send(self, method: str, path: str, **kwargs: Any) -> requests.Response:
+        return self._request(method, self._request_url(path), **kwargs)
 
-    def _request(self, method: str, place: str, **more: Any) -> requests.Response:
+    def _request(self, method: str, url: str, **kwargs: Any) -> requests.Response:
         try:
-            return self._session.request(
-                method,
-                place,
-                allow_redirects=method in {"GET", "HEAD"},
-                **more,
-            )
-        except (requests.RequestException, ValueError) as error:  # the latter for where it redirects to
-            raise self._broken(error, f"answer {method}") from error
+            return self._session.request(method, url, allow_redirects=method in {"GET", "HEAD"}, **kwargs)
+        except (requests.RequestException, ValueError) as error:  # the latter for invalid redirects
+            raise self._connection_error(error, f"answer {method}") from error
 
-    def _broken(self, error: Exception, doing: str) -> RemoteError:
+    def _connection_error(self, error: Exception, action: str) -> RemoteError:
         cause: BaseException = error
         while (inner := _inner(cause)) is not None:
             cause = inner
-        slow = "no answer in time" if isinstance(cause, TimeoutError) else type(cause).__name__
-        why = getattr(cause, "strerror", None) or slow
-        message = f"{self.url} could not {doing}: {why}. Check the URL, the network and the server, and try again."
+        fallback = "no answer in time" if isinstance(cause, TimeoutError) else type(cause).__name__
+        why = getattr(cause, "strerror", None) or fallback
+        message = f"{self.url} could not {action}: {why}. Check the URL, the network and the server, and try again."
         return RemoteError(message, path=self.url, actual=why, is_passing=True)
 
-    def _refused(self, answer: requests.Response, doing: str) -> RemoteError:
-        status, why = answer.status_code, f"it answers {answer.status_code} {answer.reason}"
+    def _status_error(self, response: requests.Response, action: str) -> RemoteError:
+        status = response.status_code
         if status in _FORBIDDEN:
-            advice = self._login
+            advice = self._login_advice
         elif status in _NO_METHOD:
-            advice = self._no_method
+            advice = self._method_advice
         else:
-            advice = "Try again later, or ask who runs it."
-        message = f"{self.url} could not {doing}: {why}. {advice}"
+            advice = "Try again later, or contact its operator."
+        message = f"{self.url} could not {action}: it returned {status} {response.reason}. {advice}"
         return RemoteError(message, path=self.url, actual=status, is_passing=status in _PASSING)
 
 
-def _number(text: str | None) -> int:
-    """Return a size that a server says; 0 where it is none."""
-    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+def _parse_size(text: str | None) -> int:
+    """Return the size in a response; 0 if it is missing or invalid."""
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
     return int(text or 0) if is_number else 0
 
 
-def _path_of(url: str) -> str:
-    """Return the path of a URL; "" where it is none."""
+def _url_path(url: str) -> str:
+    """Return the path of a URL; "" if it is invalid."""
     try:
         return unquote(urlsplit(url).path)
     except ValueError:
         return ""
 
 
-def _time(text: str | None) -> float:
+def _parse_time(text: str | None) -> float:
     try:
         return parsedate_to_datetime(text or "").timestamp()
     except ValueError:

@@ -182,8 +182,8 @@ def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):
         pytest.param(answers(404), "No entry begins", id="404"),
         pytest.param(answers(429), "answers 429 ", id="429"),
         pytest.param(answers(500), "answers 500 ", id="500"),
-        pytest.param(truncated, "is nothing that cgtool pushed", id="truncated"),
-        pytest.param(other_bytes, "is nothing that cgtool pushed", id="other bytes"),
+        pytest.param(truncated, "was not pushed by cgtool", id="truncated"),
+        pytest.param(other_bytes, "was not pushed by cgtool", id="other bytes"),
     ],
 )
 @pytest.mark.parametrize("pushed", ["oci"], indirect=True)

@@ -103,11 +103,11 @@ OF_A_BUCKET = OK + b'Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\nETag: "x"\r
 @pytest.mark.parametrize(
     ("start", "each", "said"),
     [
-        pytest.param(OK + b"Content-Length: 999\r\n\r\n", b"x", "too slow: [0-9]+ bytes", id="a body"),
+        pytest.param(OK + b"Content-Length: 999\r\n\r\n", b"x", "too slow: received [0-9]+ bytes", id="a body"),
         pytest.param(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n", "too slow: ", id="chunks"),
-        pytest.param(b"", b"H", "too slow: the headers", id="a status"),
-        pytest.param(OK, b"A: b\r\n", "too slow: the headers", id="headers"),
-        pytest.param(b"", b"HTTP/1.1 100 Continue\r\n\r\n", "too slow: the headers", id="nothing yet"),
+        pytest.param(b"", b"H", "too slow: headers", id="a status"),
+        pytest.param(OK, b"A: b\r\n", "too slow: headers", id="headers"),
+        pytest.param(b"", b"HTTP/1.1 100 Continue\r\n\r\n", "too slow: headers", id="nothing yet"),
     ],
 )
 @pytest.mark.usefixtures("impatient")
@@ -120,7 +120,7 @@ def test_a_server_that_drips_is_given_up(start, each, said):
     ("start", "each", "silence_secs", "said"),
     [
         # Bytes that come too slowly are not silence, however busy the machine: the limit of silence is out of reach.
-        pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\n", b"x", 60, "too slow: [0-9]+ bytes", id="a body"),
+        pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\n", b"x", 60, "too slow: received [0-9]+ bytes", id="a body"),
         pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\nx", b"", 0.5, "no answer in time", id="and no more"),
         pytest.param(b"", b"", 0.5, "no answer in time", id="nothing"),
     ],
@@ -265,8 +265,8 @@ LAYER = {"mediaType": "x", "digest": f"sha256:{HASH}", "size": 1, "annotations":
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        pytest.param(Answer(200, b'{"zz":' + b"[" * 100_000), "is nothing that cgtool pushed", id="nested without end"),
-        pytest.param(Answer(200, b'{"\xff": 1}'), "is nothing that cgtool pushed", id="no text"),
+        pytest.param(Answer(200, b'{"zz":' + b"[" * 100_000), "was not pushed by cgtool", id="nested without end"),
+        pytest.param(Answer(200, b'{"\xff": 1}'), "was not pushed by cgtool", id="no text"),
         pytest.param(Answer(401, b"", {"Www-Authenticate": "Bearer realm"}), "other credentials", id="no realm"),
     ],
 )

@@ -188,5 +188,5 @@ def test_a_registry_that_takes_nothing_is_a_sentence(tmp_path):
         url = server.url.replace("http:", "oci:") + "/team/models:v1"
         for command in ("push", "export"):
             ran = run(command, url, "--cache-dir", tmp_path / "cache")
-            assert (ran.code, "could not take a layer: it answers 501" in ran.err) == (1, True), ran.err
+            assert (ran.code, "could not accept a layer: it returned 501" in ran.err) == (1, True), ran.err
             assert "WebDAV" not in ran.err
