@@ -25,7 +25,7 @@ from obstore.store import from_url
 from cgtool.errors import RemoteError, UsageError
 from cgtool.host import variables_now
 from cgtool.remote.pace import Pace
-from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
+from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, redacted
 from cgtool.threads import outcome
 
 _MAX_ERROR_CHARACTERS = 300
@@ -45,7 +45,7 @@ class BucketStore:
     caveat = ""
 
     def __init__(self, url: str) -> None:
-        self.url = shown(url)
+        self.url = redacted(url)
         if "@" in urlsplit(url).netloc:
             message = f"{self.url} cannot have credentials in its URL. Set the variables of the cloud's own tools."
             raise UsageError(message, path=self.url)

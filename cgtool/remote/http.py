@@ -26,7 +26,7 @@ from urllib3.util import Retry
 
 from cgtool.errors import RemoteError
 from cgtool.remote.pace import paced
-from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, shown
+from cgtool.remote.stores import ATTEMPTS, BACKOFF_SECS, CHUNK_BYTES, CONNECT_SECS, SILENCE_SECS, Item, redacted
 
 #: Status codes after which the same request may succeed.
 _PASSING = (408, 429, 500, 502, 503, 504)
@@ -154,7 +154,7 @@ class HttpStore:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self.url = shown(url)
+        self.url = redacted(url)
         self._host = self.url[: len(self.url) - len(urlsplit(self.url).path)]
         self._query = parts.query and f"?{parts.query}"
         self._session = with_retries(requests.Session())

@@ -1,7 +1,8 @@
-"""A store: bytes under names, behind a URL; folders are one. Must not import torch, nor a client that is not asked for.
+"""The interface of stores, and stores in folders. Must not import torch, and imports HTTP clients lazily.
 
-Names are relative, with slashes, of the grammar in `cgtool.remote`. Clients retry what may pass, with backoff and
-jitter; what still fails is a `RemoteError`. URLs are shown without the user and password that they may hold.
+A store maps names to bytes behind a URL. Names are relative paths with slashes; `cgtool.remote` defines the layout.
+Clients retry transient errors with backoff and jitter, and raise `RemoteError` if they persist. URLs are shown without
+credentials.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from cgtool.store.files import (
 )
 
 CHUNK_BYTES = 2**20
-#: How often one file is asked for; between two attempts lie a part of `BACKOFF_SECS`, then of twice that, ...
+#: Attempts per request. The pause between two attempts starts at about `BACKOFF_SECS` and doubles each time.
 ATTEMPTS = 4
 BACKOFF_SECS = 0.2
 CONNECT_SECS = 5.0
-#: A server that says nothing for so long is taken to be down.
+#: A server that sends nothing for this long is considered down.
 SILENCE_SECS = 30.0
 
 
 class Item(NamedTuple):
-    """What a listing says of one file: its name, size, and time of last change in seconds since the epoch."""
+    """A file in a listing: its name, size, and modification time in seconds since the epoch."""
 
     path: str
     size_bytes: int
@@ -43,56 +44,56 @@ class Item(NamedTuple):
 
 
 class Store(Protocol):
-    """Bytes under names.
+    """A mapping of names to bytes.
 
     Attributes:
-        url: Where it is, as it may be shown.
-        caveat: A warning for those who push there, as the rest of a sentence that begins with its URL; "" without.
+        url: Its URL, without credentials.
+        caveat: A warning for those who push to it, which completes a sentence that begins with its URL; "" if none.
 
     Raises:
-        RemoteError: From every method: it cannot be reached, or does not do what it is asked.
+        RemoteError: From every method: the store cannot be reached, or reports an error.
     """
 
     url: str
     caveat: str
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
-        """Return the bytes of a file from `start` on; None where there is no such file."""
+        """Return the bytes of a file from offset `start`, or None if there is no such file."""
 
     def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
-        """Write a file whole; with `if_absent`, return False and write nothing where there is one already."""
+        """Write a file atomically; with `if_absent`, return False without writing if it exists already."""
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file in bytes; None where there is none."""
+        """Return the size of a file in bytes, or None if there is no such file."""
 
     def list(self, folder: str) -> Iterator[Item]:
-        """Yield every file in a folder and below it, in no order."""
+        """Yield every file in a folder and its subfolders, in arbitrary order."""
 
     def delete(self, path: str) -> None:
-        """Remove a file; one that is gone already is fine."""
+        """Remove a file if it exists."""
 
 
-def shown(url: str) -> str:
-    """Return a URL without user and password, and without a query, which may hold a token."""
+def redacted(url: str) -> str:
+    """Return a URL without user and password, and without a query, which may contain a token."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a text names a store, and no path of this machine."""
+    """Return whether a text is the URL of a store rather than a local path."""
     return "://" in text
 
 
 def open_store(url: str) -> Store:
-    """Return the store at a URL; nothing is asked of it yet.
+    """Return the store at a URL, without connecting to it.
 
     Raises:
-        UsageError: The URL names none, or the client that it needs is not installed.
+        UsageError: The URL is not that of a store, or the client that it needs is not installed.
     """
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise UsageError(f"{url!r} is no URL of a store: {error}.", actual=url) from error
+        raise UsageError(f"{url!r} is not the URL of a store: {error}.", actual=url) from error
     try:
         match parts.scheme:
             case "file" if parts.netloc in {"", "localhost"} and parts.path not in {"", "/"}:
@@ -110,31 +111,33 @@ def open_store(url: str) -> Store:
 
                 return BucketStore(url)
     except ModuleNotFoundError as error:
-        message = f"{shown(url)} needs {error.name}, which is not installed. Install it: pip install 'cgtool[remote]'"
-        raise UsageError(message, path=shown(url)) from error
+        message = (
+            f"{redacted(url)} needs {error.name}, which is not installed. Install it: pip install 'cgtool[remote]'"
+        )
+        raise UsageError(message, path=redacted(url)) from error
     message = (
-        f"{shown(url)!r} is no URL of a store. Write file:///FOLDER, https://HOST/FOLDER, s3://BUCKET/FOLDER, "
+        f"{redacted(url)!r} is not the URL of a store. Use file:///FOLDER, https://HOST/FOLDER, s3://BUCKET/FOLDER, "
         "gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or oci://HOST/REPOSITORY:TAG."
     )
-    raise UsageError(message, path=shown(url))
+    raise UsageError(message, path=redacted(url))
 
 
-def pause(attempt: int) -> None:
-    """Wait before an attempt: longer each time, by a random part, so that clients do not come back together."""
-    time.sleep(BACKOFF_SECS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
+def _pause(attempt: int) -> None:
+    """Wait before a retry, longer each time, with jitter so that clients do not retry simultaneously."""
+    time.sleep(BACKOFF_SECS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311 - not cryptographic
 
 
 def stream(store: Store, path: str, size_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a file that must be there; where a connection breaks, the next goes on from there.
+    """Yield the bytes of an existing file of known size; resume after a broken connection.
 
     Raises:
-        RemoteError: It is missing or ends too early, or the store fails each time.
-        RefusedError: It has more bytes than `size_bytes`.
+        RemoteError: The file is missing or too short, or the store keeps failing.
+        RefusedError: The file has more than `size_bytes` bytes.
     """
-    done, failed, chunks = 0, None, None
+    done, last_error, chunks = 0, None, None
     for attempt in range(ATTEMPTS):
         if attempt:
-            pause(attempt)
+            _pause(attempt)
         chunks = store.get(path, done)
         if chunks is None:
             break
@@ -142,33 +145,33 @@ def stream(store: Store, path: str, size_bytes: int) -> Iterator[bytes]:
             for chunk in chunks:
                 done += len(chunk)
                 if done > size_bytes:
-                    raise refused("size_mismatch", "has more bytes than the index says", member=path)
+                    raise refused("size_mismatch", "has more bytes than in the index", member=path)
                 yield chunk
         except RemoteError as error:
-            failed = error
+            last_error = error
         if done == size_bytes:
             return
-    wrong = "is missing" if chunks is None else f"ends after {done} of {size_bytes} bytes"
-    message = f"{path} of {store.url} {wrong}, and an entry there names it. Push the entry again."
-    raise failed or RemoteError(message, path=store.url, expected=size_bytes, actual=done)
+    problem = "is missing" if chunks is None else f"ends after {done} of {size_bytes} bytes"
+    message = f"{path} of {store.url} {problem}, but an entry there names it. Push the entry again."
+    raise last_error or RemoteError(message, path=store.url, expected=size_bytes, actual=done)
 
 
-def whole(store: Store, path: str, *, most: int) -> Iterator[bytes]:
-    """Yield the bytes of a file that must be there, up to where an answer ends well.
+def download(store: Store, path: str, *, most: int) -> Iterator[bytes]:
+    """Yield the bytes of an existing file of unknown size; resume after a broken connection.
 
-    Its size is not asked for: a server may say any, and a URL that was signed for reading allows nothing else.
+    The size is not requested, because a server may report a wrong one and a URL signed for reading allows only GET.
 
     Raises:
-        RemoteError: It is missing, or the store fails each time.
-        RefusedError: It has more than `most` bytes.
+        RemoteError: The file is missing, or the store keeps failing.
+        RefusedError: The file has more than `most` bytes.
     """
     done = 0
     for attempt in range(ATTEMPTS):
         if attempt:
-            pause(attempt)
+            _pause(attempt)
         chunks = store.get(path, done)
         if chunks is None:
-            raise RemoteError(f"There is no {path} in {store.url}. Name a file that is there.", path=store.url)
+            raise RemoteError(f"There is no {path} in {store.url}. Check the name of the file.", path=store.url)
         try:
             for chunk in chunks:
                 done += len(chunk)
@@ -183,35 +186,35 @@ def whole(store: Store, path: str, *, most: int) -> Iterator[bytes]:
 
 
 def read(store: Store, path: str, *, most: int) -> bytes | None:
-    """Return the bytes of a file that may be there.
+    """Return the bytes of a small file, or None if there is no such file.
 
     Raises:
-        RemoteError: The store fails each time.
-        RefusedError: It has more than `most` bytes.
+        RemoteError: The store keeps failing.
+        RefusedError: The file has more than `most` bytes.
     """
     for attempt in range(ATTEMPTS):
         if attempt:
-            pause(attempt)
+            _pause(attempt)
         chunks = store.get(path)
         if chunks is None:
             return None
-        found = bytearray()
+        data = bytearray()
         try:
             for chunk in chunks:
-                found += chunk
-                if len(found) > most:
+                data += chunk
+                if len(data) > most:
                     raise refused("too_large", f"has more than {most} bytes", member=path)
         except RemoteError:
             if attempt == ATTEMPTS - 1:
                 raise
         else:
-            return bytes(found)
+            return bytes(data)
     return None
 
 
 @contextlib.contextmanager
 def _os_errors_as_remote_errors(path: Path) -> Iterator[None]:
-    """Turn errors of a folder's file system into those of a store, which a process can do without."""
+    """Convert `OSError` to `RemoteError`, because a failing store is not fatal."""
     try:
         with os_errors_as_cache_errors(path):
             yield
@@ -220,7 +223,7 @@ def _os_errors_as_remote_errors(path: Path) -> Iterator[None]:
 
 
 class FolderStore:
-    """A folder, of this machine or mounted."""
+    """A local or mounted folder."""
 
     caveat = ""
 
@@ -230,17 +233,17 @@ class FolderStore:
 
     def get(self, path: str, start: int = 0) -> Iterator[bytes] | None:
         """See `Store`."""
-        place = self._folder / path
-        with _os_errors_as_remote_errors(place):
+        source = self._folder / path
+        with _os_errors_as_remote_errors(source):
             try:
-                file = place.open("rb") if place.is_file() else None  # of a pipe, that would wait for a writer
+                file = source.open("rb") if source.is_file() else None  # opening a FIFO would wait for a writer
             except (FileNotFoundError, NotADirectoryError):
                 file = None
         if file is None:
             return None
 
         def chunks() -> Iterator[bytes]:
-            with _os_errors_as_remote_errors(place), file:
+            with _os_errors_as_remote_errors(source), file:
                 file.seek(start)
                 while chunk := file.read(CHUNK_BYTES):
                     yield chunk
@@ -249,15 +252,15 @@ class FolderStore:
 
     def put(self, path: str, body: bytes | Path, *, if_absent: bool = False) -> bool:
         """See `Store`."""
-        place = self._folder / path
+        target = self._folder / path
         data = body if isinstance(body, bytes) else body.read_bytes()
         if not if_absent:
-            write_atomic(place, data)
+            write_atomic(target, data)
             return True
-        ensure_folder(place.parent)
-        with temporary_file(place, data) as temporary:
+        ensure_folder(target.parent)
+        with temporary_file(target, data) as temporary:
             try:
-                place.hardlink_to(temporary)
+                target.hardlink_to(temporary)
             except FileExistsError:
                 return False
         return True

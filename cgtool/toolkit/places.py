@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cgtool.errors import UsageError
-from cgtool.remote.stores import is_remote, shown
+from cgtool.remote.stores import is_remote, redacted
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash
 from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.selection import empty, hash_named
@@ -60,8 +60,8 @@ def opened_place(text: str, cache_dir: Path | None = None, *, artifacts: bool = 
         # Behind a host alone, figures are a port.
         names_entry = "/" in url.partition("://")[2] and _BEGINNING.fullmatch(beginning) is not None
         with mirrored(url if names_entry else text, artifacts=artifacts) as mirror:
-            hash_ = hash_named(shown(url), beginning, mirror.layout.hashes()) if names_entry else None
-            yield Place(shown(text), mirror.layout, hash_, is_copy=True)
+            hash_ = hash_named(redacted(url), beginning, mirror.layout.hashes()) if names_entry else None
+            yield Place(redacted(text), mirror.layout, hash_, is_copy=True)
         return
     path = path_of(text)
     if path is not None and not path.is_dir():

@@ -25,7 +25,7 @@ from cgtool.events import Event, OnEvent, Phase, ignore
 from cgtool.plan.grammar import Record
 from cgtool.remote.entries import AT_ONCE, in_cache, indexes, open_bundle
 from cgtool.remote.sending import kept_signature, send_entry
-from cgtool.remote.stores import Store, open_store, shown, whole
+from cgtool.remote.stores import Store, download, open_store, redacted
 from cgtool.store import signatures
 from cgtool.store.bundle.gather import gather
 from cgtool.store.bundle.unpack import OnMember
@@ -259,7 +259,7 @@ def export_to(url: str, **options: Any) -> ExportReport:
     with tempfile.TemporaryDirectory(prefix="cgtool-export-") as made:
         report = export(Path(made) / "bundle", **options)
         store.put(name, Path(made) / "bundle")
-    return replace(report, dest=shown(url))
+    return replace(report, dest=redacted(url))
 
 
 def import_from(url: str, *, max_bytes: int = Limits().max_bytes, **options: Any) -> ImportReport:
@@ -271,16 +271,16 @@ def import_from(url: str, *, max_bytes: int = Limits().max_bytes, **options: Any
     store, name = _file_of(url)
     with tempfile.NamedTemporaryFile(prefix="cgtool-import-") as file:
         # Packed it is hardly larger than what it holds and the index.
-        file.writelines(whole(store, name, most=max_bytes + Limits().max_index_bytes))
+        file.writelines(download(store, name, most=max_bytes + Limits().max_index_bytes))
         file.flush()
-        return replace(import_bundle(Path(file.name), max_bytes=max_bytes, **options), source=shown(url))
+        return replace(import_bundle(Path(file.name), max_bytes=max_bytes, **options), source=redacted(url))
 
 
 def _file_of(url: str) -> tuple[Store, str]:
     """The store that a file lies in, and its name there; the query of a URL that was signed is the store's."""
     if url.startswith("oci://"):
         message = "A registry has no bundles. Take entries with cgtool pull, or copy them out of the image."
-        raise UsageError(message, path=shown(url))
+        raise UsageError(message, path=redacted(url))
     place, mark, query = url.partition("?") if url.startswith(("http://", "https://")) else (url, "", "")
     folder, _, name = place.rpartition("/")
     return open_store(folder + mark + query), unquote(name)

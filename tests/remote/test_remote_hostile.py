@@ -120,7 +120,9 @@ def test_a_server_that_drips_is_given_up(start, each, said):
     ("start", "each", "silence_secs", "said"),
     [
         # Bytes that come too slowly are not silence, however busy the machine: the limit of silence is out of reach.
-        pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\n", b"x", 60, "too slow: received [0-9]+ bytes", id="a body"),
+        pytest.param(
+            OF_A_BUCKET + b"Content-Length: 999\r\n\r\n", b"x", 60, "too slow: received [0-9]+ bytes", id="a body"
+        ),
         pytest.param(OF_A_BUCKET + b"Content-Length: 999\r\n\r\nx", b"", 0.5, "no answer in time", id="and no more"),
         pytest.param(b"", b"", 0.5, "no answer in time", id="nothing"),
     ],
@@ -348,4 +350,4 @@ def test_a_unit_that_cannot_be_held_is_compiled_here(tmp_path, caplog):
     with (store / "artifacts" / artifact.file).open("wb") as file:
         file.truncate(artifact.size_bytes)  # takes no room
     assert remotes.unit(key, origin) is None
-    assert "promises 1099511627776 bytes" in caplog.text
+    assert "is listed with 1099511627776 bytes" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from remote_servers import PASSWORD, USER, for_s3, refusing, s3, webdav
 
 from cgtool.errors import RemoteError, UsageError
-from cgtool.remote.stores import Store, open_store, read, shown, stream
+from cgtool.remote.stores import Store, open_store, read, redacted, stream
 
 BODY = os.urandom(3 * 2**20 + 7)
 
@@ -70,7 +70,7 @@ def test_a_password_is_never_shown(store):
     "url", ["", "models", "ftp://host/x", "s3://", "https:///x", "file://", "file://host/x", "https://ho[st"]
 )
 def test_what_is_no_store_is_wrong_usage(url):
-    with pytest.raises(UsageError, match=r"s3://BUCKET|is no URL"):
+    with pytest.raises(UsageError, match=r"s3://BUCKET|is not the URL"):
         open_store(url)
 
 
@@ -83,7 +83,7 @@ def test_what_is_no_store_is_wrong_usage(url):
     ],
 )
 def test_a_url_is_shown_without_credentials(url, said):
-    assert shown(url) == said
+    assert redacted(url) == said
 
 
 def test_a_wrong_password_is_a_sentence_without_it(tmp_path):
