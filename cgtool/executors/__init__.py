@@ -1,1 +1,1 @@
-"""Other machines to compile on: any `concurrent.futures.Executor`, found by its URL, and what runs there for a unit."""
+"""Compiling on other machines with a `concurrent.futures.Executor` that is selected by URL, and the workers' code."""

@@ -1,12 +1,12 @@
-"""Executors by URL: those that cgtool wraps, and those that other distributions bring.
+"""Executors by URL: built-in ones, and those provided by other distributions.
 
     executor = name [":" rest]
 
-The name is one of `dask`, `ray`, `slurm` and `mpi`, or that of an entry point of the group `cgtool.executors`: a
-function that is given the whole text and returns a `concurrent.futures.Executor`. Dask and Ray can be told which
-workers a call is not for; any other executor may give a call that a worker refused to that worker again.
+The name is `dask`, `ray`, `slurm` or `mpi`, or that of an entry point in the group `cgtool.executors`: a function that
+takes the whole URL and returns a `concurrent.futures.Executor`. Dask and Ray can exclude workers from a call; any other
+executor may send a call to the same worker that refused it.
 
-Must not import torch, and imports an engine's own library only where it is asked for.
+Must not import torch, and imports an engine's library only when it is used.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 
 from cgtool.errors import ConfigError, ExecutorError
 
-#: The entry-point group in which distributions name their executors.
+#: The entry-point group for executors of other distributions.
 GROUP = "cgtool.executors"
-#: How many workers may die of one call.
+#: The number of workers that may die while executing a call before it is given up.
 MOST_DEATHS = 2
-#: How long to wait for a cluster to answer at all, in seconds.
+#: Timeout for connecting to a cluster, in seconds.
 _CONNECT_SECS = 10.0
 
-#: What an executor calls: bytes in, bytes out; the second argument is what it calls the worker.
+#: The function that an executor calls: takes bytes and the executor's name for the worker, and returns bytes.
 Call = Callable[[bytes, str], bytes]
 
 
 class NoWorkerError(Exception):
-    """No worker is left that a call may go to."""
+    """All available workers are excluded from a call."""
 
 
 class WorkersDiedError(Exception):
-    """What a future raises whose workers died: their names, as far as they are known, and how, as a sentence."""
+    """The workers of a call died: their names, if known, and a sentence that describes how."""
 
     def __init__(self, workers: tuple[str, ...], reason: str) -> None:
         super().__init__(workers, reason)
@@ -46,36 +46,36 @@ class WorkersDiedError(Exception):
 
 
 class Engine:
-    """Workers behind an executor, which neither says who they are nor can be told whom to avoid."""
+    """Workers of an executor that neither identifies them nor can exclude any."""
 
-    #: What submitting or a future raises where there is no executor any more.
+    #: Exceptions raised by `submit` or a future if the executor is gone.
     lost: tuple[type[BaseException], ...] = (BrokenExecutor, CancelledError)
-    #: What a future raises where the worker died.
+    #: Exceptions raised by a future if its worker died.
     died: tuple[type[BaseException], ...] = ()
-    #: Whether workers have names, and `submit` heeds whom to avoid.
+    #: Whether workers have names and `submit` respects `avoid`.
     can_avoid = False
 
     def __init__(self, executor: Executor, died: tuple[type[BaseException], ...] = ()) -> None:
         self._executor = executor
         self.died = died
 
-    def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:  # noqa: ARG002  cannot be told
-        """Have a worker whose name is not in `avoid` call `call(data, name)`.
+    def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:  # noqa: ARG002  not supported
+        """Submit `call(data, name)` to a worker whose name is not in `avoid`.
 
         Raises:
-            NoWorkerError: There are workers, and all of them are in `avoid`.
+            NoWorkerError: All available workers are in `avoid`.
         """
         return self._executor.submit(call, data, "")
 
     def cancel(self, future: Future[bytes]) -> None:
-        """Cancel a call, as far as the executor can."""
+        """Cancel a call, if the executor supports it."""
         future.cancel()
 
     def call_everywhere(self, call: Callable[..., None], *args: object) -> None:
-        """Have each present worker call `call(*args, name)`, where the engine can tell them; nothing waits for it."""
+        """Submit `call(*args, name)` to each current worker without waiting, if the engine can address them."""
 
-    def has_workers(self, future: Future[bytes] | None = None) -> bool:  # noqa: ARG002  it does not say who is there
-        """Return whether there are workers now; given a pending call, whether there are any that it may go to."""
+    def has_workers(self, future: Future[bytes] | None = None) -> bool:  # noqa: ARG002  workers are unknown
+        """Return whether there are workers, or workers that a pending call may run on."""
         return True
 
     def close(self) -> None:
@@ -84,42 +84,42 @@ class Engine:
 
 
 def open_engine(url: str) -> Engine:
-    """Return the executor that a URL names.
+    """Return the engine for an executor URL.
 
     Raises:
-        ConfigError: There is none of that name, its library is not installed, or what its entry point returns is not
+        ConfigError: There is no executor of that name, its library is not installed, or its entry point does not return
             an executor.
-        ExecutorError: It does not answer.
+        ExecutorError: The cluster does not respond.
     """
-    name, rest = url.partition(":")[0], url.partition(":")[2]
-    if name in _OURS:
-        return _OURS[name](rest)
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name in found:
-        return Engine(_opened(name, url, found[name].load))
-    known = ", ".join((*_OURS, *sorted(found)))
+    name, _, rest = url.partition(":")
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](rest)
+    plugins = {point.name: point for point in entry_points(group=GROUP)}
+    if name in plugins:
+        return Engine(_open_plugin(name, url, plugins[name].load))
+    known = ", ".join((*_BUILT_IN, *sorted(plugins)))
     raise ConfigError(
-        f"There is no executor {name!r}; there are {known}. Install the distribution that brings it (entry-point "
+        f"There is no executor {name!r}; available are {known}. Install the distribution that provides it (entry-point "
         f"group {GROUP}).",
         path="executor",
         actual=url,
     )
 
 
-def _opened(name: str, url: str, load: Callable[[], Any]) -> Executor:
+def _open_plugin(name: str, url: str, load: Callable[[], Any]) -> Executor:
     try:
         executor = load()(url)
-    except Exception as error:  # the code of another distribution raises what it likes
+    except Exception as error:  # third-party code may raise anything
         raise ConfigError(
-            f"The executor {name!r} cannot be made: {type(error).__name__}: {error}. Mend or remove the distribution "
-            "that brings it.",
+            f"The executor {name!r} cannot be created: {type(error).__name__}: {error}. Fix or remove the distribution "
+            "that provides it.",
             path="executor",
             actual=str(error),
         ) from error
     if not isinstance(executor, Executor):
         raise ConfigError(
-            f"The executor {name!r} is to be a concurrent.futures.Executor, and what brings it gives a "
-            f"{type(executor).__name__}. Mend or remove it.",
+            f"The entry point of the executor {name!r} returned a {type(executor).__name__} instead of a "
+            "concurrent.futures.Executor. Fix or remove the distribution that provides it.",
             path="executor",
             actual=repr(executor),
         )
@@ -129,17 +129,17 @@ def _opened(name: str, url: str, load: Callable[[], Any]) -> Executor:
 def _missing(name: str, library: str, error: ImportError) -> ConfigError:
     extra = f"pip install 'cgtool[{name}]'" if name in ("dask", "ray") else f"pip install {library}"
     return ConfigError(
-        f"The executor {name!r} needs {library}, which cannot be imported ({error}). Install it: {extra}.",
+        f"The executor {name!r} needs {library}, which cannot be imported ({error}). Install it with: {extra}",
         path="executor",
         actual=str(error),
     )
 
 
 def _on_worker(name_of: Callable[[], str]) -> Callable[..., bytes]:
-    """Return what a worker is given: a function that calls another one by its name.
+    """Return the function to send to workers, which calls another function by its name.
 
-    Being nested, it is sent whole: Dask's scheduler reads it too, and may have no cgtool. A worker that has no such
-    function refuses the call in the words of `cgtool.executors.worker.Returned`.
+    It is a nested function so that it is pickled by value: Dask's scheduler unpickles it too, and may not have cgtool
+    installed. A worker without the named function refuses the call with a `cgtool.executors.worker.Returned` message.
     """
 
     def run(called: str, *args: object) -> bytes:
@@ -152,7 +152,7 @@ def _on_worker(name_of: Callable[[], str]) -> Callable[..., bytes]:
         except (ImportError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             return json.dumps({"worker": worker, "status": "refused", "reason": reason}).encode() + b"\n"
-        return call(*args, worker)  # type: ignore[no-any-return]  # what the call returns is its own
+        return call(*args, worker)  # type: ignore[no-any-return]  # found by name
 
     return run
 
@@ -165,7 +165,7 @@ def _name_of(call: Callable[..., object]) -> str:
 
 
 class _Dask(Engine):
-    """A Dask cluster. Dask gives a call to another worker when one dies, which a variable of the scheduler counts."""
+    """A Dask cluster. Dask moves a call to another worker if one dies; a scheduler variable lists the dead workers."""
 
     can_avoid = True
 
@@ -174,77 +174,77 @@ class _Dask(Engine):
         self.lost = (*Engine.lost, OSError)
         self.died = (distributed.scheduler.KilledWorker,)
         self._new_variable = functools.partial(distributed.Variable, client=self._client)
-        self._with: dict[bytes, Any] = {}
+        self._variables: dict[bytes, Any] = {}  # by the data of a call
         self._executors: list[Any] = []
-        self._asides: list[Any] = []  # Dask forgets a call whose future nobody holds
-        self._sent: dict[Future[bytes], tuple[bytes, list[str] | None]] = {}
+        self._background: list[Any] = []  # Dask drops a call if its future is garbage-collected
+        self._pending: dict[Future[bytes], tuple[bytes, list[str] | None]] = {}
 
-        def address_here() -> str:
+        def worker_address() -> str:
             import distributed
 
             return str(distributed.get_worker().address)
 
-        self._run = _on_worker(address_here)
+        self._run = _on_worker(worker_address)
 
     def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
-        there = self._client.nthreads()
-        workers = [address for address in there if address not in avoid] if avoid and there else None
+        present = self._client.nthreads()
+        workers = [address for address in present if address not in avoid] if avoid and present else None
         if workers == []:
             raise NoWorkerError
-        if data not in self._with:
-            self._with[data] = self._new_variable()
-            self._with[data].set([])
+        if data not in self._variables:
+            self._variables[data] = self._new_variable()
+            self._variables[data].set([])
         executor = self._client.get_executor(pure=False, workers=workers)
         self._executors.append(executor)
-        args = (_name_of(call), data, self._with[data].name)
+        args = (_name_of(call), data, self._variables[data].name)
         future: Future[bytes] = executor.submit(self._run, _name_of(_call_on_dask), *args)
-        self._sent[future] = data, workers
-        # a result that is wanted still is computed again where the worker that keeps it dies
-        future.add_done_callback(lambda done: self._sent.pop(done, None))
+        self._pending[future] = data, workers
+        # Drop the reference: Dask recomputes a result that is still referenced if the worker that stores it dies.
+        future.add_done_callback(lambda done: self._pending.pop(done, None))
         return future
 
     def call_everywhere(self, call: Callable[..., None], *args: object) -> None:
         for address in self._client.nthreads():
             executor = self._client.get_executor(pure=False, workers=[address])
             self._executors.append(executor)
-            self._asides.append(executor.submit(self._run, _name_of(call), *args))
+            self._background.append(executor.submit(self._run, _name_of(call), *args))
 
     def has_workers(self, future: Future[bytes] | None = None) -> bool:
-        there = self._client.nthreads()
-        sent = None if future is None else self._sent.get(future)
-        if sent is None:  # of none, or of one that is done
-            return future is not None or bool(there)
-        data, wanted = sent
-        found = any(address in there for address in wanted or there)
-        if not found:
-            _check_deaths(self._with[data].get())
-        return found
+        present = self._client.nthreads()
+        pending = None if future is None else self._pending.get(future)
+        if pending is None:  # no call, or one that is done
+            return future is not None or bool(present)
+        data, allowed = pending
+        is_any_present = any(address in present for address in allowed or present)
+        if not is_any_present:
+            _check_deaths(self._variables[data].get())
+        return is_any_present
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the scheduler is gone
             for executor in self._executors:
                 executor.shutdown(wait=False)
-            for variable in self._with.values():
+            for variable in self._variables.values():
                 variable.delete()
         self._client.close(timeout=_CONNECT_SECS)
 
 
 def _call_on_dask(call: str, data: bytes, variable_name: str, me: str) -> bytes:
-    """Make a call, with this worker's name in the variable meanwhile: names that the next worker finds there died."""
+    """Make a call with this worker's name in the variable; the next worker treats remaining names as dead workers."""
     import distributed
 
     variable = distributed.Variable(variable_name, client=distributed.get_client())
-    died = variable.get()
-    _check_deaths(died)
-    variable.set([*died, me])
-    answer: bytes = pkgutil.resolve_name(call)(data, me)
-    variable.set(died)
-    return answer
+    dead = variable.get()
+    _check_deaths(dead)
+    variable.set([*dead, me])
+    result: bytes = pkgutil.resolve_name(call)(data, me)
+    variable.set(dead)
+    return result
 
 
 def _check_deaths(workers: list[str]) -> None:
     if len(workers) >= MOST_DEATHS:
-        raise WorkersDiedError(tuple(workers), "it died with this unit")
+        raise WorkersDiedError(tuple(workers), "it died while compiling this unit")
 
 
 def _dask(rest: str) -> Engine:
@@ -262,7 +262,7 @@ def _dask(rest: str) -> Engine:
 
 
 class _Ray(Engine):
-    """A Ray cluster, whose nodes are the workers by name. A call whose worker died is not tried again by Ray."""
+    """A Ray cluster; workers are named by their nodes. Ray does not retry a call if its worker dies."""
 
     can_avoid = True
 
@@ -277,38 +277,38 @@ class _Ray(Engine):
             *(ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError),
         )
 
-        def node_here() -> str:
+        def node_id() -> str:
             import ray
 
             return str(ray.get_runtime_context().get_node_id())
 
-        self._run = ray.remote(_on_worker(node_here))
-        self._sent: dict[Future[bytes], tuple[Any, frozenset[str]]] = {}
+        self._run = ray.remote(_on_worker(node_id))
+        self._pending: dict[Future[bytes], tuple[Any, frozenset[str]]] = {}
 
     def submit(self, avoid: frozenset[str], call: Call, data: bytes) -> Future[bytes]:
         nodes = self._nodes() if avoid else set()
-        avoid = avoid & nodes  # a node that is gone needs no word
+        avoid = avoid & nodes  # only existing nodes need to be excluded
         if avoid and avoid == nodes:
             raise NoWorkerError
         where = {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"} if avoid else None
         ref = self._run.options(num_cpus=1, max_retries=0, label_selector=where).remote(_name_of(call), data)
         future: Future[bytes] = ref.future()
-        self._sent[future] = ref, avoid
-        future.add_done_callback(lambda done: self._sent.pop(done, None))  # and Ray keeps its result no longer
+        self._pending[future] = ref, avoid
+        future.add_done_callback(lambda done: self._pending.pop(done, None))  # lets Ray drop the result
         return future
 
     def cancel(self, future: Future[bytes]) -> None:
-        ref, _ = self._sent.get(future, (None, None))
+        ref, _ = self._pending.get(future, (None, None))
         if ref is not None:
             self._ray.cancel(ref, force=True)
 
     def has_workers(self, future: Future[bytes] | None = None) -> bool:
-        _, avoided = (None, frozenset()) if future is None else self._sent.get(future, (None, frozenset()))
+        _, avoided = (None, frozenset()) if future is None else self._pending.get(future, (None, frozenset()))
         return bool(self._nodes() - avoided)
 
     def close(self) -> None:
         with contextlib.suppress(*self.lost):  # the cluster is gone
-            for future in list(self._sent):
+            for future in list(self._pending):
                 self.cancel(future)
         if self._is_ours:
             self._ray.shutdown()
@@ -332,17 +332,19 @@ def _ray(rest: str) -> Engine:
 
 
 class _Jobs(ThreadPoolExecutor):
-    """Jobs of submitit: a thread waits for each. `cluster=local` runs them on this machine."""
+    """Runs each call as a submitit job, with a thread that waits for it. `cluster=local` runs jobs on this machine."""
 
     def __init__(self, submitit: Any, rest: str) -> None:
         super().__init__(max_workers=256, thread_name_prefix="cgtool-slurm")
-        given = dict(pair.split("=", 1) for pair in rest.split(",") if pair)
-        folder, cluster = given.pop("folder", "cgtool-slurm"), given.pop("cluster", None)
+        parameters = dict(pair.split("=", 1) for pair in rest.split(",") if pair)
+        folder, cluster = parameters.pop("folder", "cgtool-slurm"), parameters.pop("cluster", None)
         self._jobs = submitit.AutoExecutor(folder, cluster=cluster)
-        self._jobs.update_parameters(**{name: int(text) if text.isdigit() else text for name, text in given.items()})
+        self._jobs.update_parameters(
+            **{name: int(text) if text.isdigit() else text for name, text in parameters.items()}
+        )
         self._running: set[Any] = set()
 
-    def submit(self, call: Any, *args: Any) -> Future[Any]:  # type: ignore[override]  # calls of ours alone
+    def submit(self, call: Any, *args: Any) -> Future[Any]:  # type: ignore[override]  # takes no keyword arguments
         return super().submit(self._run, call, *args)
 
     def _run(self, call: Any, *args: Any) -> Any:
@@ -369,14 +371,14 @@ def _slurm(rest: str) -> Engine:
         return Engine(_Jobs(submitit, rest), died=(submitit.core.utils.UncompletedJobError,))
     except (TypeError, ValueError, RuntimeError, NameError) as error:
         raise ConfigError(
-            f"The executor 'slurm' does not take {rest!r}: {error}. Give submitit's parameters, such as "
+            f"The executor 'slurm' does not accept {rest!r}: {error}. Use submitit's parameters, such as "
             "slurm:slurm_partition=compile,timeout_min=60,cpus_per_task=2.",
             path="executor",
             actual=rest,
         ) from error
 
 
-def _mpi(rest: str) -> Engine:  # noqa: ARG001  there is nothing to say
+def _mpi(rest: str) -> Engine:  # noqa: ARG001  no parameters
     try:
         from mpi4py import futures
     except ImportError as error:
@@ -384,12 +386,13 @@ def _mpi(rest: str) -> Engine:  # noqa: ARG001  there is nothing to say
     return Engine(futures.MPIPoolExecutor())
 
 
-def _unreachable(what: str, where: str, error: Exception) -> ExecutorError:
+def _unreachable(what: str, address: str, error: Exception) -> ExecutorError:
+    reason = str(error) or type(error).__name__
     return ExecutorError(
-        f"The {what} at {where} does not answer ({str(error) or type(error).__name__}). Start it, or mend the address.",
+        f"The {what} at {address} does not respond ({reason}). Start it, or correct the address.",
         path="executor",
         actual=str(error),
     )
 
 
-_OURS: Mapping[str, Callable[[str], Engine]] = {"dask": _dask, "ray": _ray, "slurm": _slurm, "mpi": _mpi}
+_BUILT_IN: Mapping[str, Callable[[str], Engine]] = {"dask": _dask, "ray": _ray, "slurm": _slurm, "mpi": _mpi}

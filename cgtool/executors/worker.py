@@ -1,13 +1,13 @@
-"""What a worker of an executor runs for a unit, and the two messages that go between it and who asked.
+"""The code that executor workers run to compile a unit, and the two messages that they exchange with the client.
 
-`compile_unit` is all that an executor is given to call. It compares cgtool itself, hands the unit to a child of this
-worker, which compiles and proves it, waits no longer than the unit's deadline, and says how that ended: a compiler
-that crashes or hangs ends a child and never the worker. Children stay for the next unit and end when none comes, and
-with their worker.
+Executors call only `compile_unit`. It checks that client and worker have the same version of cgtool, passes the unit to
+a child process that compiles and proves it, waits until the unit's deadline, and returns the outcome. A compiler that
+crashes or hangs thus ends a child process and never the worker. Children are kept for the next unit, and end when they
+are idle for a while or when their worker ends.
 
-A message is a line of JSON, the record, and then bytes: the request that the child reads; the artifact that it made.
+A message is a record, as a line of JSON, followed by bytes: the request for the child, or the artifact that it made.
 
-Must not import torch: a worker's own process has no need of it.
+Must not import torch, which the worker process itself does not need.
 """
 
 from __future__ import annotations
@@ -33,78 +33,83 @@ from cgtool.plan.grammar import Record, decode, encode
 from cgtool.processes import ChildEndedError, Children, log_words
 from cgtool.store.key import difference_between, sentences
 
-#: How long children stay without work, in seconds: each holds torch and Inductor.
+#: How long idle children are kept, in seconds; each has torch and Inductor in memory.
 _IDLE_SECS = 300.0
-_MOST_CHILDREN = 64
+_MAX_CHILDREN = 64
 
 _Message = TypeVar("_Message", bound=Record)
 
 
 class Handed(Record, frozen=True, kw_only=True):
-    """What a worker is handed; the request goes beside it."""
+    """The message to a worker; the request follows it."""
 
-    #: `cgtool_code` of who asks.
+    #: `cgtool_code` of the client.
     cgtool: dict[str, str]
-    #: How long the unit may take; None is for ever.
+    #: The time limit for the unit; None for no limit.
     timeout_secs: float | None
-    #: Whether children import Inductor before their first unit, which then counts for no unit's time.
+    #: Whether children import Inductor before their first unit, so that the import does not count as a unit's time.
     inductor: bool
 
 
 class Returned(Record, frozen=True, kw_only=True):
-    """What a worker returns; the artifact goes beside it, where there is one."""
+    """The message from a worker; the artifact follows it, if there is one."""
 
-    #: Who it is, by the executor's own name for it or by host and process.
+    #: The executor's name for the worker, or host and process id.
     worker: str
-    #: "answered": the child did, see its report; "refused": the unit is not for this worker; "died": the child did, or
-    #: took too long.
+    #: "answered": the child returned a report; "refused": the worker cannot compile the unit; "died": the child crashed
+    #: or exceeded the time limit.
     status: Literal["answered", "refused", "died"]
-    #: Why it did not answer.
+    #: Why the unit was refused or the child died.
     reason: str = ""
-    #: What the child said.
+    #: The child's report.
     report: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
 
 
 class UnitSetup(Record, frozen=True, kw_only=True):
-    """What a child is told as it starts."""
+    """The configuration that a child receives at start-up."""
 
-    #: A folder of all children of this worker: what one of them finds out of the machine, the others take.
+    #: A folder shared by all children of this worker, which saves repeated detection of the machine's properties.
     shared: str
     inductor: bool
 
 
 def message(record: Record, data: bytes = b"") -> bytes:
-    """Return a record and the bytes beside it as one message."""
+    """Return a message with a record and the bytes that follow it."""
     return encode(record) + b"\n" + data
 
 
 def read_message(data: bytes, kind: type[_Message]) -> tuple[_Message, bytes]:
-    """Return the record of a message and the bytes beside it; a ValueError where it is not such a message."""
+    """Return the record of a message and the bytes that follow it; ValueError if it is not a message of this kind."""
     line, _, rest = data.partition(b"\n")
     return decode(line, kind), rest
 
 
 def compile_unit(handed: bytes, worker: str = "") -> bytes:
-    """Compile a unit in a child of this process; an executor calls this on a worker, by its name for it.
+    """Compile a unit in a child process; executors call this on a worker.
 
-    Takes a message of `Handed`, and returns one of `Returned`.
+    Args:
+        handed: A message with a `Handed` record.
+        worker: The executor's name for the worker; by default host and process id.
+
+    Returns:
+        A message with a `Returned` record.
     """
     name = worker or f"{socket.gethostname()}:{os.getpid()}"
     try:
         return _compile(handed, name)
-    except Exception as error:  # noqa: BLE001  a message of another cgtool, or this one's files are gone
+    except Exception as error:  # noqa: BLE001  the client has another version of cgtool, or the worker's files are gone
         return message(Returned(worker=name, status="refused", reason=f"{type(error).__name__}: {error}"))
 
 
 def _compile(handed: bytes, name: str) -> bytes:
-    # Another cgtool may spell all else in another way.
+    # Compare the versions first: another version may have a different message format.
     theirs, ours = decode(handed.partition(b"\n")[0], dict).get("cgtool"), cgtool_code()
     if theirs != ours:
         differences = sentences(difference_between("cgtool", theirs, ours))
         return message(Returned(worker=name, status="refused", reason="; ".join(differences)))
     unit, request = read_message(handed, Handed)
     try:
-        with _kept.at_work(inductor=unit.inductor) as children:
+        with _pool.use(inductor=unit.inductor) as children:
             answer = children.ask(unit, request, answer=msgspec.Raw, timeout_secs=unit.timeout_secs)
     except ChildEndedError as error:
         reason = f"its process there {error.ending.how}.{log_words(error.ending.log)}"
@@ -114,20 +119,20 @@ def _compile(handed: bytes, name: str) -> bytes:
     return message(Returned(worker=name, status="answered", report=answer.record), answer.data)
 
 
-def prepare(inductor: bool, worker: str) -> None:  # noqa: ARG001  every call is told who does it
-    """Start a child, which imports what compiles, and do not wait for it."""
-    with contextlib.suppress(CgtoolError, OSError), _kept.at_work(inductor=inductor) as children:
+def prepare(inductor: bool, worker: str) -> None:  # noqa: ARG001  the signature of calls on workers
+    """Start a child process, which imports the compiler, without waiting for it."""
+    with contextlib.suppress(CgtoolError, OSError), _pool.use(inductor=inductor) as children:
         children.start()
 
 
 def end_children() -> None:
-    """End what `compile_unit` left running in this process."""
-    _kept.end()
+    """End the child processes that `compile_unit` keeps running."""
+    _pool.end()
 
 
 @lru_cache(maxsize=1)
 def cgtool_code() -> Mapping[str, str]:
-    """Return cgtool's version, and a digest of each of its folders and files: an edited one compiles something else."""
+    """Return cgtool's version and the digest of each top-level folder and file: edited code may compile differently."""
     package = Path(__file__).parents[1]
     digests: dict[str, hashlib._Hash] = {}
     for path in sorted(package.rglob("*.py")):
@@ -138,36 +143,36 @@ def cgtool_code() -> Mapping[str, str]:
     return {"version": __version__, **{name: digest.hexdigest() for name, digest in digests.items()}}
 
 
-class _Kept:
-    """The children of this process. They end once nothing was asked of them for a while."""
+class _ChildPool:
+    """The child processes of this worker, which end after being idle for `_IDLE_SECS`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: dict[bool, Children] = {}
         self._folder = ""
-        self._num_asked = 0
+        self._num_users = 0
         self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
-    def at_work(self, *, inductor: bool) -> Iterator[Children]:
+    def use(self, *, inductor: bool) -> Iterator[Children]:
         with self._lock:
-            self._num_asked += 1
+            self._num_users += 1
             if self._timer is not None:
                 self._timer.cancel()
             if not self._folder:
                 self._folder = tempfile.mkdtemp(prefix="cgtool-work-")
             if inductor not in self._children:
                 setup = UnitSetup(shared=self._folder, inductor=inductor)
-                # the executor says how many units a worker takes at a time
-                started = Children("cgtool.compiler.worker:serve_units", limit=_MOST_CHILDREN, setup=setup)
-                self._children[inductor] = started
+                # The executor decides how many units a worker compiles at a time.
+                children = Children("cgtool.compiler.worker:serve_units", limit=_MAX_CHILDREN, setup=setup)
+                self._children[inductor] = children
             children = self._children[inductor]
         try:
             yield children
         finally:
             with self._lock:
-                self._num_asked -= 1
-                if self._num_asked == 0:
+                self._num_users -= 1
+                if self._num_users == 0:
                     self._timer = threading.Timer(_IDLE_SECS, self._end_idle)
                     self._timer.daemon = True
                     self._timer.start()
@@ -183,9 +188,9 @@ class _Kept:
                 self._folder = ""
 
     def _end_idle(self) -> None:
-        if self._num_asked == 0:
+        if self._num_users == 0:
             self.end()
 
 
-_kept = _Kept()
+_pool = _ChildPool()
 atexit.register(end_children)

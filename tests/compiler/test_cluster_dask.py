@@ -110,7 +110,7 @@ def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root)
     workers = [dask.add_worker() for _ in range(2)]
     with pytest.raises(UnitsFailedError, match="workers failed with it twice") as caught:
         compile_on(dask.url, hostile.work_of(hostile.number_of(hostile.kill_worker)), cache_root)
-    assert str(caught.value).count("it died with this unit") == 2
+    assert str(caught.value).count("it died while compiling this unit") == 2
     assert all(worker.wait(10) for worker in workers)
 
 
@@ -201,5 +201,5 @@ def test_a_cluster_without_workers_is_waited_for_and_not_for_ever(dask, cache_ro
 def test_a_scheduler_that_does_not_answer_is_said(dask, monkeypatch):
     dask.close()
     monkeypatch.setattr(engines, "_CONNECT_SECS", 1.0)
-    with pytest.raises(ExecutorError, match=r"The Dask scheduler at 127\.0\.0\.1:.* does not answer"):
+    with pytest.raises(ExecutorError, match=r"The Dask scheduler at 127\.0\.0\.1:.* does not respond"):
         open_engine(dask.url)

@@ -133,5 +133,5 @@ def test_a_cluster_of_ray(ray_head, found, cache_root, tmp_path):
 
 def test_what_slurm_does_not_take_is_said(tmp_path):
     pytest.importorskip("submitit")
-    with pytest.raises(ConfigError, match=r"The executor 'slurm' does not take 'cluster=local,folder=.*,no_such=1'"):
+    with pytest.raises(ConfigError, match=r"The executor 'slurm' does not accept 'cluster=local,folder=.*,no_such=1'"):
         open_engine(f"slurm:cluster=local,folder={tmp_path},no_such=1")

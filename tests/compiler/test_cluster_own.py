@@ -112,16 +112,16 @@ def test_a_worker_of_another_torch_and_without_the_gpu_refuses_with_both(cache_r
 def test_a_library_that_is_not_installed_is_said_with_its_command(monkeypatch, url):
     for library in ("distributed", "ray", "submitit", "mpi4py"):
         monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=r"^The executor '\w+' needs .*Install it: pip install ['\w]"):
+    with pytest.raises(ConfigError, match=r"^The executor '\w+' needs .*Install it with: pip install ['\w]"):
         open_engine(url)
 
 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("no_such://x", "There is no executor 'no_such'; there are dask"),
-        ("threads:many", "The executor 'threads' cannot be made: ValueError"),
-        ("nothing", "is to be a concurrent.futures.Executor, and what brings it gives a str"),
+        ("no_such://x", "There is no executor 'no_such'; available are dask"),
+        ("threads:many", "The executor 'threads' cannot be created: ValueError"),
+        ("nothing", "returned a str instead of a concurrent.futures.Executor"),
     ],
 )
 def test_an_executor_that_is_none_is_named(own, url, words):
