@@ -137,7 +137,7 @@ def test_shapes_are_spelled_as_inspect_shows_them(tmp_path, text, rows):
 def test_a_missing_source_and_an_empty_cache_are_sentences(tmp_path):
     absent = run("import", tmp_path / "absent", "--trust", "--cache-dir", tmp_path / "b")
     assert (absent.code, absent.out) == (1, "")
-    assert "there is no such file or folder" in absent.err
+    assert "no such file or folder" in absent.err
     empty = run("export", tmp_path / "x", "--cache-dir", tmp_path / "b")
     assert (empty.code, empty.out) == (1, "")
     assert "holds no entry" in empty.err

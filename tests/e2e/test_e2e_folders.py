@@ -71,7 +71,7 @@ def test_a_full_disk_is_a_sentence_and_what_there_was_room_for_is_kept(small_dis
         if sentence is None:
             break
         failed += 1
-        assert re.search(r"the disk is full.* bytes are free\. Make room or choose another folder", sentence)
+        assert re.search(r"the disk is full.* bytes are free\. Free some space or choose another folder", sentence)
         assert leftovers(root) == []
         with pytest.raises(CacheMissError):
             cgtool.load(models.attention().module, cache_dir=root)

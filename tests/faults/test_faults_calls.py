@@ -48,7 +48,7 @@ def half(before: dict[str, object], after: dict[str, object], now: dict[str, obj
 
 @pytest.mark.parametrize("name", ACTIONS)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_call_that_fails_is_a_sentence_and_nothing_is_lost_or_half(tmp_path: Path, name: str, every: bool) -> None:
+def test_failed_syscall_is_reported_and_leaves_the_cache_consistent(tmp_path: Path, name: str, every: bool) -> None:
     start, work, action = tmp_path / "start", tmp_path / "work", ACTIONS[name]
     lay_start(start, name)
     copy_anew(start, work)
@@ -76,7 +76,7 @@ def test_a_call_that_fails_is_a_sentence_and_nothing_is_lost_or_half(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-def test_with_no_descriptor_left_it_is_a_sentence_and_with_some_it_is_done(tmp_path: Path, name: str) -> None:
+def test_running_out_of_descriptors_is_reported(tmp_path: Path, name: str) -> None:
     start, work, action = tmp_path / "start", tmp_path / "work", ACTIONS[name]
     lay_start(start, name)
     copy_anew(start, work)

@@ -53,7 +53,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"diff", "verify a path"}))  # which say it is not there
-def test_a_name_too_long_is_a_sentence_and_no_error_of_the_system(tmp_path: Path, command: str) -> None:
+def test_too_long_name_is_a_cache_error(tmp_path: Path, command: str) -> None:
     lay_start(tmp_path / "start", command)
     path = tmp_path / ("x" * 300)
     with pytest.raises(CacheError, match=r"xxx.* could not be .*: File name too long\. Check .*\."):
@@ -63,7 +63,7 @@ def test_a_name_too_long_is_a_sentence_and_no_error_of_the_system(tmp_path: Path
 @pytest.mark.parametrize(
     "command", ["inspect artifact", "inspect entry", "inspect key", "inspect graph", "export from"]
 )
-def test_a_manifest_that_cannot_be_looked_at_is_a_sentence(tmp_path: Path, command: str) -> None:
+def test_unreadable_manifest_is_a_cache_error(tmp_path: Path, command: str) -> None:
     lay_start(tmp_path / "start", command)
     cache = tmp_path / "start" / "cache"
     manifest = next(cache.rglob("manifest.json"))
@@ -73,7 +73,7 @@ def test_a_manifest_that_cannot_be_looked_at_is_a_sentence(tmp_path: Path, comma
         COMMANDS[command](tmp_path / "start", cache)
 
 
-def test_a_prune_that_cannot_look_for_an_entry_that_it_removed_goes_on(tmp_path: Path) -> None:
+def test_prune_continues_if_it_cannot_check_a_removed_entry(tmp_path: Path) -> None:
     start, work = tmp_path / "start", tmp_path / "work"
     lay_start(start, "prune")
     copy_anew(start, work)
@@ -85,7 +85,7 @@ def test_a_prune_that_cannot_look_for_an_entry_that_it_removed_goes_on(tmp_path:
     assert len(CacheLayout(root=work / "cache").hashes()) == 1
 
 
-def test_a_start_up_file_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_startup_file_is_a_cache_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".zshrc").symlink_to("x" * 300)
     with pytest.raises(CacheError, match=r"could not be written: File name too long\. Check .*\."):

@@ -50,7 +50,7 @@ def serves(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_warm_killed_at_any_call_leaves_no_entry_or_a_whole_one(tmp_path: Path, stride: int) -> None:
+def test_warm_killed_at_any_syscall_leaves_no_entry_or_a_complete_one(tmp_path: Path, stride: int) -> None:
     (tmp_path / "start").mkdir()
     work = tmp_path / "work"
     # What it imports is imported from here on: the calls of that would be counted.
@@ -68,7 +68,7 @@ def test_a_warm_killed_at_any_call_leaves_no_entry_or_a_whole_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("sample", [10, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_load_of_which_a_call_fails_is_right_or_a_sentence_and_never_a_miss(tmp_path: Path, sample: int) -> None:
+def test_load_with_a_failing_syscall_succeeds_or_raises_but_never_misses(tmp_path: Path, sample: int) -> None:
     warmed(tmp_path)
     loads(tmp_path)
     action = partial(told, loads, tmp_path)

@@ -1,4 +1,4 @@
-"""Stores of every kind, for tests that must hold for each."""
+"""Fixtures for tests of remote stores: running stores of each kind, and short pauses between retries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 from remote_servers import nginx, registry, s3, webdav
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry failed requests almost immediately."""
+    for module in ("stores", "http", "buckets"):
+        with contextlib.suppress(ImportError):  # extras may be missing
+            monkeypatch.setattr(f"cgtool.remote.{module}.BACKOFF_SECS", 0.01)
 
 
 @pytest.fixture(scope="module", params=["folder", "webdav", "webdav with a password", "nginx", "s3", "oci"])

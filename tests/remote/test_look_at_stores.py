@@ -34,7 +34,7 @@ def server(cache, tmp_path):
         yield server
 
 
-def test_a_store_is_listed_as_the_cache_that_was_pushed(cache, server: FaultyServer):
+def test_store_is_listed_like_the_pushed_cache(cache, server: FaultyServer):
     there, here = (run("inspect", "cache", place, "--json").report for place in (server.url, cache))
     assert there["root"] == server.url
     fields = ("hash", "model", "rank", "size_bytes", "artifacts", "created")
@@ -53,7 +53,7 @@ def test_a_store_of_each_kind_is_listed_without_its_password(store_url, cache):
     assert PASSWORD not in ran.out + ran.err
 
 
-def test_a_store_and_the_cache_that_was_pushed_are_equal(cache, server: FaultyServer, tmp_path):
+def test_diff_of_store_and_pushed_cache_is_empty(cache, server: FaultyServer, tmp_path):
     assert run("diff", cache, server.url).code == 0
     other = tmp_path / "other"
     hash_ = lay_entry(other, seed=1, model="Toy", shapes=("general",))
@@ -62,7 +62,7 @@ def test_a_store_and_the_cache_that_was_pushed_are_equal(cache, server: FaultySe
     assert server.fetched("/artifacts/") == []
 
 
-def test_what_two_machines_pushed_is_listed_as_one_entry(cache, server: FaultyServer, tmp_path):
+def test_entry_pushed_by_two_machines_is_listed_once(cache, server: FaultyServer, tmp_path):
     hash_ = lay_entry(tmp_path / "more", seed=1, model="Toy", shapes=("n=64",))
     push((tmp_path / "store").as_uri(), tmp_path / "more")
     entries = run("inspect", "cache", server.url, "--json").report["entries"]
@@ -70,7 +70,7 @@ def test_what_two_machines_pushed_is_listed_as_one_entry(cache, server: FaultySe
     assert len(shapes) == 3
 
 
-def test_verify_finds_what_is_damaged_and_missing_in_a_store(cache, server: FaultyServer, tmp_path):
+def test_verify_finds_corrupt_and_missing_files_in_a_store(cache, server: FaultyServer, tmp_path):
     assert run("verify", server.url, "--json").report["units"]["problems"] == []
     first, second, *_ = sorted((tmp_path / "store/artifacts").iterdir())
     first.write_bytes(bytes(first.stat().st_size))
@@ -82,7 +82,7 @@ def test_verify_finds_what_is_damaged_and_missing_in_a_store(cache, server: Faul
     assert run("verify", server.url, "--repair").code == 2
 
 
-def test_prune_takes_entries_out_of_a_store_and_what_only_they_name(cache, tmp_path):
+def test_prune_removes_entries_of_a_store_and_their_unshared_files(cache, tmp_path):
     store = tmp_path / "store"
     push(store.as_uri(), cache)
     [gone, *_] = [
@@ -104,7 +104,7 @@ def test_prune_takes_entries_out_of_a_store_and_what_only_they_name(cache, tmp_p
     assert run("verify", store.as_uri(), "--json").report["units"]["problems"] == []
 
 
-def test_prune_goes_by_the_clock_of_the_store(cache, tmp_path, monkeypatch):
+def test_prune_uses_the_clock_of_the_store(cache, tmp_path, monkeypatch):
     push((tmp_path / "store").as_uri(), cache)
     fresh = tmp_path / "store/artifacts" / ("ab" * 32 + ".pt2")
     fresh.write_bytes(b"x")
@@ -116,7 +116,7 @@ def test_prune_goes_by_the_clock_of_the_store(cache, tmp_path, monkeypatch):
     assert not list((tmp_path / "store/clock").iterdir())
 
 
-def test_prune_leaves_what_a_push_may_have_sent_just_now(cache, tmp_path):
+def test_prune_keeps_files_of_a_recent_push(cache, tmp_path):
     store = tmp_path / "store"
     push(store.as_uri(), cache)
     fresh = store / "artifacts" / ("ab" * 32 + ".pt2")

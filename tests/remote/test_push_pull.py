@@ -38,7 +38,7 @@ def files_of(cache: Path, hash_: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_entry_that_was_pushed_is_pulled_as_it_is(store_url, cache, tmp_path):
+def test_pushed_entry_is_pulled_unchanged(store_url, cache, tmp_path):
     hash_ = lay_entry(cache, seed=1)
     pushed = push(store_url, cache)
     assert [(entry["hash"], entry["outcome"]) for entry in pushed["entries"]] == [(hash_, "pushed")]
@@ -47,7 +47,7 @@ def test_an_entry_that_was_pushed_is_pulled_as_it_is(store_url, cache, tmp_path)
     assert files_of(tmp_path / "other", hash_) == files_of(cache, hash_)
 
 
-def test_what_is_there_is_not_sent_or_taken_again(store_url, cache, tmp_path):
+def test_existing_files_are_not_transferred_again(store_url, cache, tmp_path):
     hash_ = lay_entry(cache, seed=2, shapes=("general", "n=8"))
     push(store_url, cache)
     again = push(store_url, cache)["entries"][0]
@@ -56,7 +56,7 @@ def test_what_is_there_is_not_sent_or_taken_again(store_url, cache, tmp_path):
     assert pull(store_url, tmp_path / "other", hash_)["entries"][0]["outcome"] == "same"
 
 
-def test_ranks_that_two_machines_push_come_together(store_url, tmp_path):
+def test_ranks_pushed_by_two_machines_are_merged(store_url, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     hash_ = lay_entry(first, seed=3, rank=0)
     assert lay_entry(second, seed=3, rank=1) == hash_
@@ -68,7 +68,7 @@ def test_ranks_that_two_machines_push_come_together(store_url, tmp_path):
     assert files_of(tmp_path / "other", hash_) == files_of(first, hash_) | files_of(second, hash_)
 
 
-def test_an_entry_is_seen_only_once_its_index_is_whole(store_url, cache, tmp_path):
+def test_entry_is_invisible_until_its_index_is_complete(store_url, cache, tmp_path):
     hash_ = lay_entry(cache, seed=4)
     push(store_url, cache)
     store = open_store(store_url)
@@ -83,7 +83,7 @@ def test_an_entry_is_seen_only_once_its_index_is_whole(store_url, cache, tmp_pat
     assert pull(store_url, tmp_path / "other", hash_)["entries"][0]["outcome"] == "new"
 
 
-def test_what_nobody_signed_is_not_pulled_without_a_word(store_url, cache, tmp_path):
+def test_pull_of_an_unsigned_entry_requires_trust(store_url, cache, tmp_path):
     hash_ = lay_entry(cache, seed=5)
     push(store_url, cache)
     ran = run("pull", store_url, hash_, "--cache-dir", tmp_path / "other", "--json")
@@ -94,7 +94,7 @@ def test_what_nobody_signed_is_not_pulled_without_a_word(store_url, cache, tmp_p
     assert CacheLayout(root=tmp_path / "other").hashes() == []
 
 
-def test_a_bundle_is_written_to_a_store_and_taken_from_there(store_url, cache, tmp_path):
+def test_bundle_is_exported_to_a_store_and_imported_from_it(store_url, cache, tmp_path):
     if store_url.startswith("oci://"):
         pytest.skip("a registry takes entries and no bundle")
     hash_ = lay_entry(cache, seed=6)

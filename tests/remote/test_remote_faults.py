@@ -90,16 +90,16 @@ def pull(pushed: Pushed, server: FaultyServer, cache: Path):
     ("fault", "code", "said"),
     [
         pytest.param(reset, 1, "Connection reset|IncompleteRead", id="reset in a body"),
-        pytest.param(answers(403), 1, "answers 403 .*user and password|other credentials.*docker login", id="403"),
+        pytest.param(answers(403), 1, "returned 403 .*user and password|other credentials.*docker login", id="403"),
         pytest.param(answers(404), 1, "is missing|is not whole", id="404"),
-        pytest.param(answers(429), 1, "answers 429 ", id="429"),
-        pytest.param(answers(500), 1, "answers 500 ", id="500"),
+        pytest.param(answers(429), 1, "returned 429 ", id="429"),
+        pytest.param(answers(500), 1, "returned 500 ", id="500"),
         pytest.param(truncated, 1, "ends after|is not whole", id="truncated"),
         pytest.param(other_bytes, 3, "digest|is not whole", id="other bytes"),
         pytest.param(longer, 3, "more bytes|is not whole", id="too long"),
     ],
 )
-def test_a_fault_that_stays_is_a_sentence_and_nothing_is_placed(pushed, server, tmp_path, *, part, fault, code, said):
+def test_persistent_fault_is_reported_and_nothing_is_installed(pushed, server, tmp_path, *, part, fault, code, said):
     server.fault = of_files(pushed.urls(part), fault)
     ran = pull(pushed, server, tmp_path / "cache")
     if "is not whole" in ran.err:
@@ -120,7 +120,7 @@ def test_a_fault_that_stays_is_a_sentence_and_nothing_is_placed(pushed, server, 
         pytest.param(truncated, id="truncated"),
     ],
 )
-def test_a_fault_that_passes_is_tried_again(pushed, server, tmp_path, fault):
+def test_transient_fault_is_retried(pushed, server, tmp_path, fault):
     server.fault = of_files(pushed.urls("/artifacts/"), fault, times=2)
     ran = pull(pushed, server, tmp_path / "cache")
     assert ran.code == 0, ran.err
@@ -132,13 +132,13 @@ def test_a_fault_that_passes_is_tried_again(pushed, server, tmp_path, fault):
     ("fault", "said", "passes"),
     [
         pytest.param(cut, "Connection reset|Broken pipe", True, id="reset in a body"),
-        pytest.param(answers(403), "answers 403 ", False, id="403"),
-        pytest.param(answers(404), "answers 404 ", False, id="404"),
-        pytest.param(answers(429), "answers 429 ", True, id="429"),
-        pytest.param(answers(500), "answers 500 ", True, id="500"),
+        pytest.param(answers(403), "returned 403 ", False, id="403"),
+        pytest.param(answers(404), "returned 404 ", False, id="404"),
+        pytest.param(answers(429), "returned 429 ", True, id="429"),
+        pytest.param(answers(500), "returned 500 ", True, id="500"),
     ],
 )
-def test_a_push_that_fails_is_a_sentence_and_nobody_sees_half_of_it(tmp_path, *, part, fault, said, passes):
+def test_failed_push_is_reported_and_leaves_no_partial_entry(tmp_path, *, part, fault, said, passes):
     hash_ = lay_entry(tmp_path / "cache", seed=16, native_bytes=NATIVE_BYTES)
     (tmp_path / "store").mkdir()
     with faulty(tmp_path / "store") as server:
@@ -151,7 +151,7 @@ def test_a_push_that_fails_is_a_sentence_and_nobody_sees_half_of_it(tmp_path, *,
         assert (run(*push).code, len(_whole(store, hash_))) == (0, 1)
 
 
-def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):
+def test_download_resumes_after_a_broken_connection(tmp_path):
     data, asked = bytes(3 * 2**20), []
     (tmp_path / "one").write_bytes(data)
 
@@ -180,14 +180,14 @@ def test_what_came_before_a_connection_ended_is_not_asked_for_again(tmp_path):
         pytest.param(reset, "Connection reset|IncompleteRead", id="reset in a body"),
         pytest.param(answers(403), "docker login", id="403"),
         pytest.param(answers(404), "No entry begins", id="404"),
-        pytest.param(answers(429), "answers 429 ", id="429"),
-        pytest.param(answers(500), "answers 500 ", id="500"),
+        pytest.param(answers(429), "returned 429 ", id="429"),
+        pytest.param(answers(500), "returned 500 ", id="500"),
         pytest.param(truncated, "was not pushed by cgtool", id="truncated"),
         pytest.param(other_bytes, "was not pushed by cgtool", id="other bytes"),
     ],
 )
 @pytest.mark.parametrize("pushed", ["oci"], indirect=True)
-def test_a_tag_that_cannot_be_read_is_a_sentence(pushed, server, tmp_path, fault, said):
+def test_unreadable_tag_is_reported(pushed, server, tmp_path, fault, said):
     server.fault = of_files([MANIFEST], fault)
     ran = pull(pushed, server, tmp_path / "cache")
     assert re.search(said, ran.report["error"]["message"]), ran.err
@@ -198,7 +198,7 @@ def test_a_tag_that_cannot_be_read_is_a_sentence(pushed, server, tmp_path, fault
 
 
 @pytest.mark.parametrize("pushed", ["plain"], indirect=True)
-def test_a_store_that_lists_late_is_as_it_was(pushed, server, tmp_path):
+def test_store_with_stale_listings_stays_consistent(pushed, server, tmp_path):
     hidden = server.hidden = {pushed.hash}
     late = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", tmp_path / "cache")
     assert (late.code, "holds no entry" in late.err) == (1, True)
@@ -206,7 +206,7 @@ def test_a_store_that_lists_late_is_as_it_was(pushed, server, tmp_path):
     assert pull(pushed, server, tmp_path / "cache").code == 0
 
 
-def test_nobody_who_listens_is_a_sentence(tmp_path):
+def test_refused_connection_is_reported(tmp_path):
     with deaf_port() as port:
         ran = run("pull", f"http://ann:s3cret@127.0.0.1:{port}/x", "--trust", "--cache-dir", tmp_path)
     assert (ran.code, "Connection refused" in ran.err, "s3cret" in ran.err) == (1, True, False)
@@ -229,7 +229,7 @@ def test_a_signed_entry_stays_signed_and_a_changed_one_is_refused(tmp_path):
     assert (refused.code, refused.report["error"]["reason"]) == (3, "unsigned")
 
 
-def test_of_two_pushes_to_a_tag_the_last_wins_and_readers_see_whole_entries(tmp_path):
+def test_last_push_to_a_tag_wins_and_readers_see_complete_entries(tmp_path):
     machines = [tmp_path / "first", tmp_path / "second"]
     hashes = [lay_entry(one, seed=14 + seed, native_bytes=NATIVE_BYTES) for seed, one in enumerate(machines)]
     with registry(tmp_path / "registry") as url:
@@ -250,7 +250,7 @@ def test_of_two_pushes_to_a_tag_the_last_wins_and_readers_see_whole_entries(tmp_
         assert told.err.count("the last wins") == 1
 
 
-def test_a_reader_sees_no_entry_or_a_whole_one_while_two_machines_push(tmp_path):
+def test_reader_sees_no_entry_or_a_complete_one_during_concurrent_pushes(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     hash_ = lay_entry(first, seed=13, native_bytes=NATIVE_BYTES)
     assert lay_entry(second, seed=13, native_bytes=NATIVE_BYTES, shapes=("general", "n=16")) == hash_

@@ -113,7 +113,7 @@ def export(url: str, cache: Path, *more: object) -> dict:
 
 
 @pytest.mark.parametrize("unpack", [applied, built])
-def test_what_a_build_copies_out_of_an_image_is_the_cache(repository, tmp_path, unpack):
+def test_cache_copied_from_an_image_is_complete(repository, tmp_path, unpack):
     lay_entry(tmp_path / "cache", seed=1)
     lay_entry(tmp_path / "cache", seed=2, model="Another")
     assert export(f"{repository}:plain", tmp_path / "cache", "--no-debug")["form"] == "image"
@@ -141,7 +141,7 @@ def in_another_container(root: Path) -> Iterator[Path | None]:
 
 
 @pytest.mark.torch
-def test_a_model_loads_from_what_an_image_holds(repository, tmp_path):
+def test_model_loads_from_an_image(repository, tmp_path):
     model = ("warm", f"{FIXTURE}:build", "--arg", "num_layers=1", "--adaptor", "eager", "--cache-dir")
     assert run(*model, tmp_path / "cache").code == 0
     export(f"{repository}:model", tmp_path / "cache")
@@ -155,7 +155,7 @@ def test_a_model_loads_from_what_an_image_holds(repository, tmp_path):
     assert loaded.code == 0, loaded.err
 
 
-def test_what_an_image_shared_goes_with_the_last_entry_that_links_to_it(repository, tmp_path):
+def test_shared_artifact_is_pruned_with_the_last_entry_that_links_to_it(repository, tmp_path):
     hashes = [lay_entry(tmp_path / "cache", seed=3, factors={"width": width}) for width in (1, 2)]
     export(f"{repository}:two", tmp_path / "cache")
     made = applied(f"{repository}:two", tmp_path / "made")
@@ -170,7 +170,7 @@ def test_what_an_image_shared_goes_with_the_last_entry_that_links_to_it(reposito
         assert all(path.exists() for path in made.rglob("*"))
 
 
-def test_equal_caches_give_equal_images_and_models_share_the_layers_of_artifacts(repository, tmp_path):
+def test_equal_caches_give_equal_images_that_share_layers(repository, tmp_path):
     for name, factors in (("one", {}), ("copy", {}), ("other", {"width": 3})):
         lay_entry(tmp_path / name, seed=3, factors=factors)
         export(f"{repository}:{name}", tmp_path / name)
@@ -181,7 +181,7 @@ def test_equal_caches_give_equal_images_and_models_share_the_layers_of_artifacts
     assert len(one) == 1 + 4
 
 
-def test_an_image_has_no_more_layers_than_engines_stack(repository, tmp_path):
+def test_image_does_not_exceed_the_layer_limit(repository, tmp_path):
     lay_entry(tmp_path / "cache", seed=4, shapes=tuple(f"n={size}" for size in range(2, 62)))
     report = export(f"{repository}:many", tmp_path / "cache")
     assert (report["members"] > 120, len(layers_of(f"{repository}:many"))) == (True, 102)
@@ -189,7 +189,7 @@ def test_an_image_has_no_more_layers_than_engines_stack(repository, tmp_path):
     assert run("diff", tmp_path / "cache", made).code == 0
 
 
-def test_an_image_keeps_the_signatures_that_a_policy_asks_for(repository, tmp_path):
+def test_image_keeps_signatures(repository, tmp_path):
     make_keys(tmp_path, "release")
     hash_ = lay_entry(tmp_path / "cache", seed=5)
     export(f"{repository}:signed", tmp_path / "cache", "--sign", tmp_path / "release.pem")
@@ -199,7 +199,7 @@ def test_an_image_keeps_the_signatures_that_a_policy_asks_for(repository, tmp_pa
     assert policy.read(CacheLayout(root=made), name) is not None
 
 
-def test_an_image_says_what_it_is_for(repository, tmp_path):
+def test_image_has_labels_for_its_targets(repository, tmp_path):
     hash_ = lay_entry(tmp_path / "cache", seed=6, factors=CUDA)
     size_bytes = export(f"{repository}:cuda", tmp_path / "cache")["size_bytes"]
     manifest, config = json.loads(manifest_of(f"{repository}:cuda")), config_of(f"{repository}:cuda")
@@ -216,14 +216,14 @@ def test_an_image_says_what_it_is_for(repository, tmp_path):
     assert f"COPY --from={repository.removeprefix('oci://')}:cuda / " in ran.out + ran.err
 
 
-def test_an_image_is_for_processors_of_one_kind(repository, tmp_path):
+def test_image_has_a_single_processor_architecture(repository, tmp_path):
     for seed, machine in enumerate(("x86_64", "aarch64")):
         lay_entry(tmp_path / "cache", seed=seed, factors={"target": {"cpu": {"machine": machine}}})
     ran = run("export", f"{repository}:mixed", "--all", "--cache-dir", tmp_path / "cache")
     assert (ran.code, "aarch64 and x86_64" in ran.err) == (2, True)
 
 
-def test_a_broken_artifact_leaves_the_image_as_it_was(repository, tmp_path):
+def test_corrupt_artifact_leaves_the_image_unchanged(repository, tmp_path):
     hash_ = lay_entry(tmp_path / "cache", seed=7)
     export(f"{repository}:whole", tmp_path / "cache")
     before = manifest_of(f"{repository}:whole")
@@ -237,7 +237,7 @@ def test_a_broken_artifact_leaves_the_image_as_it_was(repository, tmp_path):
     assert manifest_of(f"{repository}:whole") == before
 
 
-def test_neither_push_nor_export_replaces_what_the_other_wrote(repository, tmp_path):
+def test_push_and_export_do_not_replace_each_others_tags(repository, tmp_path):
     lay_entry(tmp_path / "cache", seed=8)
     here = ("--cache-dir", tmp_path / "cache")
     export(f"{repository}:image", tmp_path / "cache")

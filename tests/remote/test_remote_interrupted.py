@@ -87,7 +87,7 @@ def said_once(text: str) -> str:
 
 
 @signals
-def test_a_pull_that_is_interrupted_leaves_nothing_and_another_is_whole(cache, server, tmp_path, signum):
+def test_interrupted_pull_leaves_nothing_and_can_be_repeated(cache, server, tmp_path, signum):
     assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", cache).code == 0
     new = tmp_path / "new"
     ended = interrupted(server, signum, "pull", server.url, "--trust", "--any-machine", "--cache-dir", new)
@@ -98,7 +98,7 @@ def test_a_pull_that_is_interrupted_leaves_nothing_and_another_is_whole(cache, s
 
 
 @signals
-def test_a_push_that_is_interrupted_is_not_seen_and_another_sends_the_rest(cache, server, tmp_path, signum):
+def test_interrupted_push_is_invisible_and_the_next_sends_the_rest(cache, server, tmp_path, signum):
     ended = interrupted(server, signum, "push", server.url, "--cache-dir", cache)
     assert (ended.code, said_once(ended.err), ended.out) == (*ENDS[signum], "")
     assert indexes(open_store(server.url)) == {}
@@ -110,7 +110,7 @@ def test_a_push_that_is_interrupted_is_not_seen_and_another_sends_the_rest(cache
     assert [entry["outcome"] for entry in pulled.report["entries"]] == ["new"]
 
 
-def test_a_program_that_is_interrupted_as_it_pulls_keeps_no_descriptor(cache, server, tmp_path):
+def test_interrupted_pull_leaks_no_descriptor(cache, server, tmp_path):
     assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", cache).code == 0
     before = descriptors()
     server.fault = held = Held()
@@ -145,7 +145,7 @@ def waits(holds: Callable[[], bool]) -> None:
     pytest.fail("it does not come to hold")
 
 
-def test_a_full_disk_is_a_sentence_and_nothing_is_placed(cache, server, small_disk, tmp_path):
+def test_full_disk_is_reported_and_nothing_is_installed(cache, server, small_disk, tmp_path):
     assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", cache).code == 0
     ran = run("pull", server.url, "--trust", "--any-machine", "--cache-dir", small_disk / "new", "--json")
     assert (ran.code, "the disk is full" in ran.report["error"]["message"]) == (1, True), ran.err
@@ -153,7 +153,7 @@ def test_a_full_disk_is_a_sentence_and_nothing_is_placed(cache, server, small_di
     assert CacheLayout(root=small_disk / "new").hashes() == []
 
 
-def test_a_server_that_takes_a_body_slowly_is_waited_for(server, monkeypatch):
+def test_slow_upload_does_not_time_out(server, monkeypatch):
     monkeypatch.setattr(http, "CONNECT_SECS", 0.1)
 
     def slow(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
@@ -168,7 +168,7 @@ def test_a_server_that_takes_a_body_slowly_is_waited_for(server, monkeypatch):
 
 
 @signals
-def test_a_bucket_that_never_answers_keeps_nobody_waiting(tmp_path, signum):
+def test_silent_bucket_can_be_interrupted(tmp_path, signum):
     pytest.importorskip("obstore", reason="obstore is not installed")
     with socket.create_server((LOOPBACK, 0)) as listening:
         listening.settimeout(60)

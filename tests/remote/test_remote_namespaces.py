@@ -55,7 +55,7 @@ def on() -> Callable[..., subprocess.CompletedProcess[str]]:
     return on
 
 
-def test_what_one_host_pushes_another_pulls_while_the_link_is_up(hosts, on, tmp_path):
+def test_two_hosts_share_entries_while_the_link_is_up(hosts, on, tmp_path):
     first, second = hosts
     hash_ = lay_entry(tmp_path / "a", seed=21)
     with webdav(tmp_path / "store", within=first, address="10.231.77.1") as url:

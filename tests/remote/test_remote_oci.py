@@ -45,7 +45,7 @@ def oras_pull(url: str, folder: Path) -> None:
         OrasClient(insecure=True).pull(target=url.removeprefix("oci://"), outdir=str(folder))
 
 
-def test_what_oras_pulls_serves_as_a_cache(tag, tmp_path):
+def test_folder_pulled_by_oras_is_a_cache(tag, tmp_path):
     make_keys(tmp_path, "release")
     hash_ = lay_entry(tmp_path / "cache", seed=1)
     pushed = run("push", tag, "--cache-dir", tmp_path / "cache", "--sign", tmp_path / "release.pem")
@@ -59,7 +59,7 @@ def test_what_oras_pulls_serves_as_a_cache(tag, tmp_path):
     assert policy.read(layout, RankName(hash=hash_, rank=0, prefix="backbone")) is not None
 
 
-def test_two_tags_share_the_layers_that_they_have_in_common(tag, tmp_path):
+def test_tags_share_common_layers(tag, tmp_path):
     lay_entry(tmp_path / "cache", seed=2)
     sent = [
         run("push", f"{tag}-{name}", "--cache-dir", tmp_path / "cache", "--json").report["entries"][0]["files"]
@@ -71,7 +71,7 @@ def test_two_tags_share_the_layers_that_they_have_in_common(tag, tmp_path):
         assert [entry["outcome"] for entry in pulled.report["entries"]] == ["new"]
 
 
-def test_what_two_machines_push_of_one_entry_lies_in_one_place_each(tag, tmp_path):
+def test_entries_pushed_by_two_machines_have_unique_paths(tag, tmp_path):
     machines = {name: tmp_path / name for name in ("first", "second")}
     hashes = {
         lay_entry(machines["first"], seed=4, shapes=("general", "n=8")),
@@ -124,7 +124,7 @@ def test_what_two_machines_push_of_one_entry_lies_in_one_place_each(tag, tmp_pat
         ),
     ],
 )
-def test_a_tag_says_what_its_entries_run_on(tag, tmp_path, factors, targets):
+def test_tag_has_labels_for_its_targets(tag, tmp_path, factors, targets):
     name, hash_ = f"{tag}-{targets[0][0]}", lay_entry(tmp_path / "cache", seed=5, factors=factors)
     assert run("push", name, "--cache-dir", tmp_path / "cache").code == 0
     other = lay_entry(tmp_path / "more", seed=6, factors=factors)
@@ -141,7 +141,7 @@ def test_a_tag_says_what_its_entries_run_on(tag, tmp_path, factors, targets):
     assert said["cache.cgtool.image/cache-size-bytes"] == str(sum(map(len, contents)))
 
 
-def test_an_image_that_cgtool_did_not_push_is_a_sentence(tag, tmp_path):
+def test_foreign_image_is_reported(tag, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from oras.client import OrasClient
@@ -160,7 +160,7 @@ def closed(tmp_path_factory):
         yield url
 
 
-def test_credentials_are_those_of_docker_login_or_of_the_url_and_are_never_shown(closed, tmp_path, monkeypatch):
+def test_credentials_come_from_docker_login_or_the_url_and_are_never_shown(closed, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     lay_entry(tmp_path / "cache", seed=7)
     here = ("--cache-dir", tmp_path / "cache")
@@ -182,7 +182,7 @@ def test_credentials_are_those_of_docker_login_or_of_the_url_and_are_never_shown
         assert PASSWORD not in ran.out + ran.err
 
 
-def test_a_registry_that_takes_nothing_is_a_sentence(tmp_path):
+def test_read_only_registry_is_reported(tmp_path):
     lay_entry(tmp_path / "cache", seed=8)
     with faulty(tmp_path / "nothing") as server:
         url = server.url.replace("http:", "oci:") + "/team/models:v1"

@@ -19,7 +19,7 @@ def store(store_url: str) -> Store:
     return open_store(store_url)
 
 
-def test_a_file_comes_back_as_it_was_written(store, tmp_path):
+def test_file_survives_a_round_trip(store, tmp_path):
     (tmp_path / "file").write_bytes(BODY)
     assert store.put("round/trip/bytes", BODY)
     assert store.put("round/trip/file", tmp_path / "file")
@@ -31,7 +31,7 @@ def test_a_file_comes_back_as_it_was_written(store, tmp_path):
     assert read(store, "round/empty", most=1) == b""
 
 
-def test_what_is_not_there_is_none(store):
+def test_missing_file_is_none(store):
     assert store.get("no/such/file") is None
     assert store.size("no/such/file") is None
     assert read(store, "no/such/file", most=1) is None
@@ -39,21 +39,21 @@ def test_what_is_not_there_is_none(store):
     store.delete("no/such/file")
 
 
-def test_a_listing_names_every_file_below_a_folder_and_no_other(store):
+def test_listing_contains_exactly_the_files_below_a_folder(store):
     names = {"listed/one", "listed/deep/two", "listed/deep/er/three.json"}
     for name in (*names, "listedtoo/four"):
         store.put(name, b"x")
     assert {item.path for item in store.list("listed")} == names
 
 
-def test_a_file_that_was_removed_is_gone(store):
+def test_deleted_file_is_missing(store):
     store.put("gone/one", b"x")
     store.delete("gone/one")
     assert store.size("gone/one") is None
     assert list(store.list("gone")) == []
 
 
-def test_only_an_absent_file_is_written_where_that_was_asked(store):
+def test_if_absent_does_not_replace_a_file(store):
     assert store.put("once/one", b"first", if_absent=True)
     written = store.put("once/one", b"second", if_absent=True)
     # A server may know no preconditions; then it says that it wrote, and did.
@@ -69,7 +69,7 @@ def test_a_password_is_never_shown(store):
 @pytest.mark.parametrize(
     "url", ["", "models", "ftp://host/x", "s3://", "https:///x", "file://", "file://host/x", "https://ho[st"]
 )
-def test_what_is_no_store_is_wrong_usage(url):
+def test_invalid_store_url_is_a_usage_error(url):
     with pytest.raises(UsageError, match=r"s3://BUCKET|is not the URL"):
         open_store(url)
 
@@ -86,7 +86,7 @@ def test_a_url_is_shown_without_credentials(url, said):
     assert redacted(url) == said
 
 
-def test_a_wrong_password_is_a_sentence_without_it(tmp_path):
+def test_wrong_password_is_reported_without_showing_it(tmp_path):
     with (
         webdav(tmp_path, password=True) as url,
         pytest.raises(RemoteError, match="Check the user and password") as told,
@@ -96,7 +96,7 @@ def test_a_wrong_password_is_a_sentence_without_it(tmp_path):
     assert not told.value.is_passing
 
 
-def test_a_bucket_that_is_not_there_is_a_sentence(monkeypatch):
+def test_missing_bucket_is_reported(monkeypatch):
     with s3(monkeypatch), pytest.raises(RemoteError, match=r"s3://other could not write one: .+\. Check the URL"):
         open_store("s3://other").put("one", b"x")
 
@@ -117,7 +117,7 @@ large.</Message><ServerTime>2026-11-23T04:00:00Z</ServerTime></Error>"""
     ],
     ids=["list", "get", "put", "size"],
 )
-def test_a_clock_two_days_off_is_a_sentence_that_names_it(monkeypatch, ask, said):
+def test_clock_skew_is_reported(monkeypatch, ask, said):
     pytest.importorskip("obstore", reason="obstore is not installed")
     with refusing(403, SKEWED) as endpoint:
         for_s3(monkeypatch, endpoint)
@@ -126,7 +126,7 @@ def test_a_clock_two_days_off_is_a_sentence_that_names_it(monkeypatch, ask, said
     assert not told.value.is_passing
 
 
-def test_a_bucket_is_opened_by_a_profile(monkeypatch, tmp_path):
+def test_bucket_is_opened_with_an_aws_profile(monkeypatch, tmp_path):
     pytest.importorskip("boto3", reason="boto3 is not installed")
     (tmp_path / "credentials").write_text(f"[team]\naws_access_key_id = {USER}\naws_secret_access_key = {PASSWORD}\n")
     with s3(monkeypatch) as url:

@@ -45,7 +45,7 @@ def archived(entries, **options):
 
 
 @given(packages)
-def test_what_was_packed_is_unpacked(package):
+def test_unpack_returns_what_was_packed(package):
     data = pack(package)
     assert unpack(data) == package
     again = Package(
@@ -57,7 +57,7 @@ def test_what_was_packed_is_unpacked(package):
     assert pack(again) == data
 
 
-def test_members_are_those_of_the_grammar_and_no_more():
+def test_package_contains_exactly_the_members_of_the_grammar():
     package = Package(native=b"n", metadata={}, extern=b"e", kernels={"k.cubin": b"k"})
     assert [name for name, _ in members(pack(package))] == [
         "piece/archive_format",
@@ -91,24 +91,24 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED.values(), ids=ADDED)
-def test_a_member_outside_the_grammar_is_refused(name):
+def test_member_outside_the_grammar_is_refused(name):
     with pytest.raises(ArtifactError, match="member"):
         unpack(archived([*members(pack(WHOLE)), (MODEL + name, b"x")]))
 
 
 @pytest.mark.parametrize("name", ["/etc/k.cubin", "k.cubin", "data/aotinductor/model/k.cubin", "piece/data/weights/w"])
-def test_a_member_elsewhere_is_refused(name):
-    with pytest.raises(ArtifactError, match="belongs to no package"):
+def test_member_in_another_folder_is_refused(name):
+    with pytest.raises(ArtifactError, match="contains the unexpected member"):
         unpack(archived([*members(pack(WHOLE)), (name, b"x")]))
 
 
-def test_a_package_with_a_source_is_never_one_of_ours():
+def test_package_with_a_source_is_refused():
     with pytest.raises(ArtifactError, match=r"model\.wrapper\.cpp"):
         unpack(archive_with_source(WHOLE))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_a_member_that_is_there_twice_is_refused():
+def test_duplicate_member_is_refused():
     with pytest.raises(ArtifactError, match="twice"):
         unpack(archived([*members(pack(WHOLE)), (MODEL + NATIVE_FILE, b"other")]))
 
@@ -119,17 +119,17 @@ def test_compressed_members_are_refused():
 
 
 @pytest.mark.parametrize("missing", range(6))
-def test_a_member_that_is_missing_is_missed(missing):
+def test_missing_member_is_refused(missing):
     kept = members(pack(WHOLE))
     name, _ = kept.pop(missing)
     if name.endswith("model.wrapper.json"):  # the calls of custom ops, which need not be there
         assert unpack(archived(kept)).extern is None
         return
-    with pytest.raises(ArtifactError, match=r"lacks|format"):
+    with pytest.raises(ArtifactError, match=r"has no member|format"):
         unpack(archived(kept))
 
 
-def test_another_format_is_refused():
+def test_unknown_archive_format_is_refused():
     for at, body in ((0, b"pt3"), (1, b"1"), (2, b"7\n")):
         changed = members(pack(WHOLE))
         changed[at] = (changed[at][0], body)
@@ -138,20 +138,20 @@ def test_another_format_is_refused():
 
 
 @given(st.integers(min_value=0, max_value=len(pack(WHOLE)) - 1))
-def test_a_torn_package_is_refused(length):
+def test_truncated_package_is_refused(length):
     with pytest.raises(ArtifactError):
         unpack(pack(WHOLE)[:length])
 
 
 @given(st.binary(min_size=1, max_size=100))
-def test_bytes_before_and_after_are_refused(more):
+def test_bytes_before_and_after_the_archive_are_refused(more):
     for data in (more + pack(WHOLE), pack(WHOLE) + more):
         with pytest.raises(ArtifactError):
             unpack(data)
 
 
 @given(st.data())
-def test_a_changed_byte_is_refused_or_changes_nothing_but_dates(data):
+def test_changed_byte_is_refused_or_affects_only_dates(data):
     whole = bytearray(pack(WHOLE))
     at = data.draw(st.integers(min_value=0, max_value=len(whole) - 1))
     whole[at] ^= data.draw(st.integers(min_value=1, max_value=255))
@@ -163,12 +163,12 @@ def test_a_changed_byte_is_refused_or_changes_nothing_but_dates(data):
 
 
 @given(st.binary(max_size=300))
-def test_what_is_no_archive_is_refused(data):
+def test_bytes_that_are_not_an_archive_are_refused(data):
     with pytest.raises(ArtifactError):
         unpack(data)
 
 
-def test_an_archive_with_a_comment_is_refused():
+def test_archive_with_a_comment_is_refused():
     out = io.BytesIO(pack(WHOLE))
     with zipfile.ZipFile(out, "a") as archive:
         archive.comment = b"hello"
@@ -180,7 +180,7 @@ def test_an_archive_with_a_comment_is_refused():
     "metadata",
     [b"", b"{", b"[]", b"null", b'"cpu"', b'{"a": 1}', b'{"a": null}', b'{"a": ["b"]}', b"\xff", b"[" * 100_000],
 )
-def test_metadata_of_another_type_are_refused(metadata):
+def test_metadata_of_another_type_is_refused(metadata):
     entries = [(name, metadata if name.endswith(METADATA_FILE) else body) for name, body in members(pack(WHOLE))]
     with pytest.raises(ArtifactError, match="metadata"):
         unpack(archived(entries))

@@ -42,13 +42,13 @@ from cgtool.store.records import Artifact
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def test_what_was_published_is_read_back(cache_root):
+def test_published_entry_is_read_back(cache_root):
     name = publish(cache_root)
     assert read_whole(cache_root, name) == "one"
     assert read_key(CacheLayout(root=cache_root), name.hash) == sample_key()
 
 
-def test_a_rank_folder_holds_exactly_the_four_files_that_people_know(cache_root):
+def test_rank_folder_contains_exactly_four_files(cache_root):
     name = publish(cache_root)
     publish(cache_root, "two")
     folder = CacheLayout(root=cache_root).rank_dir(name)
@@ -61,7 +61,7 @@ def test_a_rank_folder_holds_exactly_the_four_files_that_people_know(cache_root)
     assert (folder / "plan.json").read_bytes() == files_of("two")["plan.json"]
 
 
-def test_no_file_holds_the_path_of_the_cache(cache_root):
+def test_no_file_contains_the_path_of_the_cache(cache_root):
     publish(cache_root)
     holders = [
         path for path in cache_root.rglob("*") if path.is_file() and os.fsencode(cache_root) in path.read_bytes()
@@ -77,13 +77,13 @@ def test_a_copied_entry_folder_works_under_another_root(cache_root, tmp_path):
     assert read_whole(other, name) == "one"
 
 
-def test_adding_to_an_entry_that_is_not_there_is_refused(cache_root):
+def test_adding_rows_to_a_missing_entry_is_refused(cache_root):
     with pytest.raises(CacheError, match="no intact entry"):
         add_sizes(cache_root, (8,))
     assert not list(cache_root.rglob("manifest.json"))
 
 
-def test_publishing_the_same_plan_again_keeps_the_rows_that_others_added(cache_root):
+def test_publishing_the_same_plan_again_keeps_rows_of_other_processes(cache_root):
     name = publish(cache_root)
     add_sizes(cache_root, (8,))
     created = read_entry(CacheLayout(root=cache_root), name).manifest.created
@@ -105,14 +105,14 @@ def test_a_row_without_its_artifact_is_never_published(cache_root):
     to = writer(cache_root)
     row = put_row(to)
     to.objects.path(row.artifact.digest, row.artifact.kind).unlink()
-    with pytest.raises(CacheError, match="not in place"):
+    with pytest.raises(CacheError, match="named by a manifest but missing"):
         to.publish(manifest_of(to, (row,)), files_of("one"))
     assert not list(cache_root.rglob("manifest.json"))
 
 
 @pytest.mark.parametrize("name", ["plan.json", "computation_graph.py", "transformed_code.py"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
-def test_a_damaged_file_is_named_and_never_returned(cache_root, name, harm):
+def test_corrupt_file_is_reported_and_never_returned(cache_root, name, harm):
     entry = publish(cache_root)
     path = CacheLayout(root=cache_root).rank_dir(entry) / name
     data = bytearray(path.read_bytes())
@@ -150,7 +150,7 @@ def test_a_manifest_copied_to_another_rank_is_corrupt(cache_root):
         read_whole(cache_root, other)
 
 
-def test_two_processes_that_add_different_rows_at_once_lose_none(cache_root):
+def test_concurrent_writers_lose_no_rows(cache_root):
     name = publish(cache_root)
     sizes = [tuple(range(start, 60, 3)) for start in (1, 2, 3)]
     run_beside(*((add_sizes, (cache_root, some)) for some in sizes))
@@ -163,7 +163,7 @@ def test_two_processes_that_add_different_rows_at_once_lose_none(cache_root):
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["flock", "enolck"])
-def test_a_reader_never_sees_a_mixture_while_writers_replace_the_entry(cache_root, locks):
+def test_reader_never_sees_a_mixture_of_versions(cache_root, locks):
     name = publish(cache_root)
     enough = cache_root.with_name("enough")
     work = (publish_times, cache_root, ("two", "three", "four"), 12, enough)
@@ -184,7 +184,7 @@ def test_a_reader_never_sees_a_mixture_while_writers_replace_the_entry(cache_roo
     assert read_whole(cache_root, name) in {"four", "six"}
 
 
-def test_a_file_that_is_put_into_place_as_it_is_looked_for_is_found_at_once(cache_root, monkeypatch):
+def test_file_that_is_renamed_while_it_is_read_is_found_without_rereading_the_manifest(cache_root, monkeypatch):
     name, read_bytes, read_manifest = publish(cache_root, "two"), entry_module.read_bytes, entry_module.read_manifest
     plan = CacheLayout(root=cache_root).rank_dir(name) / "plan.json"
     data = plan.read_bytes()
@@ -202,7 +202,7 @@ def test_a_file_that_is_put_into_place_as_it_is_looked_for_is_found_at_once(cach
     assert len(manifests) == 1
 
 
-def test_without_locks_the_entry_of_the_last_writer_is_whole(cache_root):
+def test_without_locks_the_last_writers_entry_is_complete(cache_root):
     with no_flock():
         for text in ("one", "two", "three"):
             name = publish(cache_root, text)
@@ -230,13 +230,13 @@ def _killed_at_calls(root: Path, action, *, stride: int = 1) -> list[str | None]
     return found
 
 
-def test_a_first_publish_killed_at_any_call_leaves_nothing_or_all(cache_root):
+def test_first_publish_killed_at_any_syscall_leaves_no_entry_or_a_complete_one(cache_root):
     found = _killed_at_calls(cache_root, lambda: publish(cache_root, "two"))
     assert set(found) == {None, "two"}
     assert len(found) > 30
 
 
-def test_a_replacing_publish_killed_at_any_call_leaves_the_old_or_the_new(cache_root):
+def test_republish_killed_at_any_syscall_leaves_the_old_or_new_entry(cache_root):
     publish(cache_root, "one")
     found = _killed_at_calls(cache_root, lambda: publish(cache_root, "two"))
     assert set(found) == {"one", "two"}
@@ -244,14 +244,14 @@ def test_a_replacing_publish_killed_at_any_call_leaves_the_old_or_the_new(cache_
 
 
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_adding_a_row_killed_at_any_call_leaves_the_entry_readable(cache_root, stride):
+def test_adding_a_row_killed_at_any_syscall_leaves_the_entry_readable(cache_root, stride):
     publish(cache_root, "two")
     found = _killed_at_calls(cache_root, lambda: add_sizes(cache_root, (8,)), stride=stride)
     assert set(found) == {"two"}
     assert len(found) * stride > 10
 
 
-def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cache_root):
+def test_changed_lookup_digest_finds_the_entry_after_a_kill_at_any_syscall(cache_root):
     name = publish(cache_root)
     start, layout, facts = cache_root.with_name("start"), CacheLayout(root=cache_root), "ef" * 32
     cache_root.rename(start)
@@ -268,7 +268,7 @@ def test_facts_that_changed_lead_to_the_entry_wherever_its_writer_was_killed(cac
     assert {(False, False), (True, True)} <= set(found)
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_the_old_entry(small_disk):
+def test_full_disk_is_reported_and_leaves_the_old_entry(small_disk):
     name = publish(small_disk)
     to = writer(small_disk)
     with pytest.raises(CacheError, match=r"disk is full, 1000000 bytes were needed and \d+ bytes are free"):
@@ -279,7 +279,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_old_entry(small_disk):
     assert read_whole(small_disk, name) == "two"
 
 
-def test_a_disk_that_fills_at_any_point_of_a_publish_leaves_the_old_or_the_new(small_disk):
+def test_disk_that_fills_during_a_publish_leaves_the_old_or_new_entry(small_disk):
     name = publish(small_disk)
     ballast = small_disk / "ballast"
     outcomes = set()
@@ -300,7 +300,7 @@ def test_a_disk_that_fills_at_any_point_of_a_publish_leaves_the_old_or_the_new(s
     assert outcomes == {"full", "published"}
 
 
-def test_a_read_only_cache_is_read_and_refuses_writers_with_a_sentence(cache_root, read_only):
+def test_read_only_cache_is_readable_and_reports_write_errors(cache_root, read_only):
     name = publish(cache_root)
     read_only(cache_root)
     assert read_whole(cache_root, name) == "one"
@@ -309,7 +309,7 @@ def test_a_read_only_cache_is_read_and_refuses_writers_with_a_sentence(cache_roo
         publish(cache_root, "two")
 
 
-def test_what_a_killed_writer_left_is_removed_once_it_is_old(cache_root):
+def test_old_files_of_killed_writers_are_removed(cache_root):
     name = publish(cache_root)
     folder = CacheLayout(root=cache_root).rank_dir(name)
     old, fresh = folder / ".manifest.json.1.aa.tmp", folder / ".manifest.json.2.bb.tmp"
@@ -325,7 +325,7 @@ def objects(tmp_path):
     return ObjectStore(tmp_path / "entry")
 
 
-def test_equal_artifacts_are_one_file_that_is_written_once(objects):
+def test_equal_artifacts_share_one_file(objects):
     path = objects.path(objects.put(b"code", "pt2"), "pt2")
     inode = path.stat().st_ino
     objects.put(b"code", "pt2")
@@ -334,7 +334,7 @@ def test_equal_artifacts_are_one_file_that_is_written_once(objects):
 
 
 @pytest.mark.parametrize("harm", [b"", b"cod", b"c0de", b"code "])
-def test_a_damaged_artifact_is_never_returned_and_replaced_by_put(objects, harm):
+def test_corrupt_artifact_is_never_returned_and_is_replaced_by_put(objects, harm):
     digest = objects.put(b"code", "pt2")
     path = objects.path(digest, "pt2")
     path.chmod(0o600)
@@ -348,12 +348,12 @@ def test_a_damaged_artifact_is_never_returned_and_replaced_by_put(objects, harm)
 @pytest.mark.parametrize(
     ("digest", "kind"), [("../x", "pt2"), ("ab" * 32, "../x"), ("ab" * 32, ""), ("ab" * 32, "a" * 41)]
 )
-def test_names_outside_of_the_grammar_never_become_paths(objects, digest, kind):
-    with pytest.raises(CacheError, match="cannot be"):
+def test_invalid_names_never_become_paths(objects, digest, kind):
+    with pytest.raises(CacheError, match="is not a valid"):
         objects.path(digest, kind)
 
 
-def test_a_link_shares_the_file(objects, tmp_path):
+def test_link_from_shares_the_file(objects, tmp_path):
     source = tmp_path / "unit"
     source.write_bytes(b"code")
     objects.link_from(source, sha256_hex(b"code"), "pt2")
@@ -362,7 +362,7 @@ def test_a_link_shares_the_file(objects, tmp_path):
     assert len(list(objects.folder.iterdir())) == 1
 
 
-def test_where_links_do_not_work_the_bytes_are_copied(objects, tmp_path, monkeypatch):
+def test_link_from_copies_the_bytes_if_links_do_not_work(objects, tmp_path, monkeypatch):
     source = tmp_path / "unit"
     source.write_bytes(b"code")
 
@@ -375,7 +375,7 @@ def test_where_links_do_not_work_the_bytes_are_copied(objects, tmp_path, monkeyp
     assert not objects.path(sha256_hex(b"code"), "pt2").samefile(source)
 
 
-def test_a_source_with_other_bytes_is_not_taken(objects, tmp_path):
+def test_link_from_refuses_a_source_with_other_bytes(objects, tmp_path):
     source = tmp_path / "unit"
     source.write_bytes(b"harm")
     with pytest.raises(CacheCorruptError, match="unit is corrupt"):
@@ -383,7 +383,7 @@ def test_a_source_with_other_bytes_is_not_taken(objects, tmp_path):
     assert not objects.folder.exists()
 
 
-def test_an_artifact_that_cannot_be_looked_at_is_not_called_absent(objects):
+def test_artifact_with_unknown_status_is_an_error_and_not_absent(objects):
     artifact = Artifact.of(b"code", kind="pt2", compile_secs=1.0)
     path = objects.path(objects.put(b"code", "pt2"), "pt2")
     assert objects.has(artifact)
@@ -394,7 +394,7 @@ def test_an_artifact_that_cannot_be_looked_at_is_not_called_absent(objects):
         objects.has(artifact)
 
 
-def test_artifacts_are_read_together_and_a_damaged_one_is_named(cache_root):
+def test_artifacts_are_read_together_and_a_corrupt_one_is_reported(cache_root):
     name = publish(cache_root)
     layout = CacheLayout(root=cache_root)
     add_sizes(cache_root, (2, 3, 4))

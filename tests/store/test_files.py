@@ -53,11 +53,11 @@ def test_files_are_never_more_open_than_the_umask_and_never_written_by_others(tm
     assert modes == {"record": 0o644 & ~umask, "artifact": 0o444 & ~umask}
 
 
-def test_a_probe_of_a_full_disk_says_so(small_disk):
+def test_probe_detects_a_full_disk(small_disk):
     ensure_root(small_disk)
     with pytest.raises(OSError, match="No space"):
         (small_disk / "ballast").write_bytes(bytes(1_000_000))
-    with pytest.raises(CacheError, match=r"disk is full.*Make room"):
+    with pytest.raises(CacheError, match=r"disk is full.*Free some space"):
         check_writable(small_disk)
 
 
@@ -75,12 +75,12 @@ def forbidden():
         Path(folder).chmod(0o755)
 
 
-def test_a_folder_without_permission_says_so(forbidden):
+def test_missing_permission_is_reported(forbidden):
     with pytest.raises(CacheError, match="permission denied"):
         check_writable(forbidden / "root")
 
 
-def test_a_file_where_a_folder_is_needed_says_so(tmp_path):
+def test_file_in_place_of_a_folder_is_reported(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CacheError, match="is a file"):
@@ -91,15 +91,15 @@ def test_a_file_where_a_folder_is_needed_says_so(tmp_path):
     ("number", "says"),
     [
         (errno.ENOSPC, "the disk is full, 5 bytes were needed"),
-        (errno.EDQUOT, "the quota is used up, 5 bytes were needed"),
-        (errno.EFBIG, "larger than a file may be here. Raise the limit on the size of files (`ulimit -f`)"),
+        (errno.EDQUOT, "the quota is exceeded, 5 bytes were needed"),
+        (errno.EFBIG, "exceeds the file size limit. Raise the limit (`ulimit -f`)"),
         (errno.EROFS, "read-only file system"),
         (errno.EACCES, "permission denied"),
         (errno.EIO, "could not be written: Input/output error"),
-        (errno.ENOENT, "there is no such file or folder"),
+        (errno.ENOENT, "no such file or folder"),
     ],
 )
-def test_each_error_of_the_system_is_a_sentence_that_ends_with_what_to_do(tmp_path, number, says):
+def test_os_error_is_reported_with_a_remedy(tmp_path, number, says):
     error = cache_error(OSError(number, os.strerror(number)), tmp_path / "file", needed_bytes=5)
     assert says in str(error)
     assert str(tmp_path / "file") in str(error)
@@ -122,13 +122,13 @@ def test_the_cache_imports_no_torch():
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_in_a_files_place_is_corrupt_and_holds_nobody_up(tmp_path):
+def test_fifo_in_place_of_a_file_is_corrupt_and_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "plan.json")
-    with pytest.raises(CacheCorruptError, match="it is no file"):
+    with pytest.raises(CacheCorruptError, match="it is not a regular file"):
         files.read_bytes(tmp_path / "plan.json")
 
 
-def test_a_folder_in_a_files_place_is_a_sentence(tmp_path):
+def test_folder_in_place_of_a_file_is_a_cache_error(tmp_path):
     with pytest.raises(CacheError, match="could not be read"):
         files.read_bytes(tmp_path)
 
@@ -190,19 +190,19 @@ def path(tmp_path):
     return tmp_path / "file"
 
 
-def test_whoever_reads_a_file_loses_no_descriptor(path):
+def test_interrupted_read_leaks_no_descriptor(path):
     times, open_still = lost(lambda: files.read_bytes(path))
     assert times > 8
     assert open_still == set()
 
 
-def test_whoever_digests_sources_loses_no_descriptor(path):
+def test_interrupted_source_digest_leaks_no_descriptor(path):
     times, open_still = lost(lambda: guards_files._digest(str(path)))
     assert times > 3
     assert open_still == set()
 
 
-def test_whoever_holds_a_folder_or_asks_who_does_loses_no_descriptor(tmp_path):
+def test_interrupted_folder_lock_leaks_no_descriptor(tmp_path):
     kept = []
 
     def hold():
@@ -221,7 +221,7 @@ def test_whoever_holds_a_folder_or_asks_who_does_loses_no_descriptor(tmp_path):
     assert held() & set(listed) == set()
 
 
-def test_whoever_takes_a_lease_loses_no_descriptor(tmp_path):
+def test_interrupted_lease_leaks_no_descriptor(tmp_path):
     taken = []
     times, open_still = lost(lambda: taken.append(leases.hold_writing(CacheLayout(root=tmp_path), "ab" * 32)))
     assert times > 8

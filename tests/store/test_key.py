@@ -45,7 +45,7 @@ def test_the_hash_does_not_depend_on_any_order(values, random):
 
 
 @given(VALUES, VALUES)
-def test_two_keys_differ_exactly_if_a_difference_can_be_named(left, right):
+def test_keys_differ_exactly_if_differences_are_reported(left, right):
     same = json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
     found = differences(key_of(left), key_of(right))
     assert (key_of(left).hash == key_of(right).hash) == same
@@ -54,7 +54,7 @@ def test_two_keys_differ_exactly_if_a_difference_can_be_named(left, right):
 
 
 @given(VALUES)
-def test_a_key_survives_its_file(values):
+def test_key_survives_a_round_trip(values):
     key = key_of(values)
     again = parse_key(key.to_bytes(), path=Path("key.json"), hash_=key.hash)
     assert again == key
@@ -64,18 +64,18 @@ def test_a_key_survives_its_file(values):
 @pytest.mark.parametrize(
     ("left", "right"), [(1, True), (1, 1.0), (0, False), (None, False), ("1", 1), ([], {}), ([1], 1)]
 )
-def test_values_that_python_takes_for_equal_are_told_apart(left, right):
+def test_values_that_compare_equal_in_python_have_different_hashes(left, right):
     assert key_of({"config": left}).hash != key_of({"config": right}).hash
     assert len(words({"config": {"x": left}}, {"config": {"x": right}})) == 1
 
 
-def test_a_value_that_json_has_no_word_for_is_refused():
+def test_value_that_json_cannot_represent_is_refused():
     for value in (float("nan"), float("inf"), object(), {1, 2}):
         with pytest.raises((TypeError, ValueError)):
             Factor(name="config", value=value)
 
 
-def test_the_combined_hash_is_what_it_was():
+def test_combined_hash_is_stable():
     # Worked out from the grammar alone. A change of it makes every cache in the world a miss: raise the schema.
     assert key_of({"config": {"level": 3}, "torch": "2.13.0"}).hash == (
         "978a94a065e4e44577c94f2e087b13368be336b323307a53cf802a803d873af6"
@@ -126,17 +126,17 @@ def test_the_combined_hash_is_what_it_was():
         ),
     ],
 )
-def test_a_difference_is_said_in_a_sentence_that_names_the_guilty_leaf(old, new, said):
+def test_difference_sentence_names_the_leaf(old, new, said):
     assert words(old, new) == (said,)
 
 
-def test_the_most_telling_factor_comes_first_and_unknown_ones_last():
+def test_differences_are_ordered_by_factor_with_unknown_factors_last():
     old = dict.fromkeys(["aaa", *reversed(FACTOR_ORDER), "zzz"], 1)
     found = differences(key_of(old), key_of(dict.fromkeys(old, 2)))
     assert [one.factor for one in found] == [*FACTOR_ORDER, "aaa", "zzz"]
 
 
-def test_a_key_is_written_once_and_read_back(cache_root):
+def test_key_is_written_once_and_read_back(cache_root):
     layout = CacheLayout(root=cache_root)
     key = key_of({"config": {"level": 3}})
     assert read_key(layout, key.hash) is None
@@ -149,7 +149,7 @@ def test_a_key_is_written_once_and_read_back(cache_root):
     assert key.value("torch") is None
 
 
-def test_a_torn_key_is_corrupt_and_replaced_by_the_next_writer(cache_root):
+def test_corrupt_key_is_replaced_by_the_next_writer(cache_root):
     layout = CacheLayout(root=cache_root)
     key = key_of({"config": {"level": 3}})
     write_key(layout, key)
@@ -161,7 +161,7 @@ def test_a_torn_key_is_corrupt_and_replaced_by_the_next_writer(cache_root):
     assert read_key(layout, key.hash) == key
 
 
-def test_a_key_in_the_folder_of_another_is_corrupt(cache_root):
+def test_key_in_another_entrys_folder_is_corrupt(cache_root):
     layout = CacheLayout(root=cache_root)
     key = key_of({"config": {"level": 3}})
     write_key(layout, key)
@@ -170,7 +170,7 @@ def test_a_key_in_the_folder_of_another_is_corrupt(cache_root):
         read_key(layout, "ab" * 32)
 
 
-def test_a_key_that_is_nested_without_end_is_corrupt(cache_root):
+def test_too_deeply_nested_key_is_corrupt(cache_root):
     layout = CacheLayout(root=cache_root)
     key = key_of({"model": "toy"})
     write_key(layout, key)

@@ -83,7 +83,7 @@ def in_use(layout, name):
     return LeaseTable(layout).is_used(name.hash)
 
 
-def test_an_entry_of_the_layer_below_is_read_and_counted_as_used(layered, tmp_path):
+def test_entry_of_the_lower_layer_is_read_and_its_hits_are_counted(layered, tmp_path):
     name = publish(tmp_path / "lower", "one")
     root = layered(tmp_path / "lower")
     assert read_whole(root, name) == "one"
@@ -93,7 +93,7 @@ def test_an_entry_of_the_layer_below_is_read_and_counted_as_used(layered, tmp_pa
     check_clean(root)
 
 
-def test_an_entry_is_replaced_grows_and_gets_a_neighbour_over_the_layer_below(layered, tmp_path):
+def test_entries_of_the_lower_layer_can_be_replaced_and_extended(layered, tmp_path):
     name = publish(tmp_path / "lower", "one")
     root = layered(tmp_path / "lower")
     before = tree(tmp_path / "lower")
@@ -112,7 +112,7 @@ def test_an_entry_is_replaced_grows_and_gets_a_neighbour_over_the_layer_below(la
     check_clean(root)
 
 
-def test_what_lies_below_is_shared_by_what_is_new(layered, tmp_path):
+def test_new_entries_share_files_of_the_lower_layer(layered, tmp_path):
     lay(tmp_path / "lower", 1, pieces=("own", "both"))
     root = layered(tmp_path / "lower")
     name = lay(root, 2, pieces=("own", "both"))
@@ -123,7 +123,7 @@ def test_what_lies_below_is_shared_by_what_is_new(layered, tmp_path):
     check_clean(root)
 
 
-def test_an_entry_of_the_layer_below_is_not_removed_and_a_sentence_says_why(layered, tmp_path):
+def test_prune_reports_why_an_entry_of_the_lower_layer_is_not_removed(layered, tmp_path):
     name = lay(tmp_path / "lower", 1, pieces=("own",))
     root = layered(tmp_path / "lower")
     outcome = make_plan(CacheLayout(root=root), Rules(entries=(name.hash,))).execute()
@@ -132,7 +132,7 @@ def test_an_entry_of_the_layer_below_is_not_removed_and_a_sentence_says_why(laye
     check_clean(root)
 
 
-def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path):
+def test_bundle_is_imported_beside_and_merged_into_the_lower_layer(layered, tmp_path):
     lower, source = tmp_path / "lower", tmp_path / "source"
     same = lay_entry(lower, shapes=("general", "n=8"))
     lay_entry(lower, seed=1)
@@ -151,7 +151,7 @@ def test_a_bundle_is_taken_in_beside_and_into_what_lies_below(layered, tmp_path)
     check_clean(root)
 
 
-def test_what_is_broken_below_is_found_and_mended_above(layered, tmp_path):
+def test_corruption_in_the_lower_layer_is_found_and_repaired(layered, tmp_path):
     lower = tmp_path / "lower"
     name = lay(lower, 1)
     (artifact,) = CacheLayout(root=lower).entry_dir(name.hash).glob("artifacts/*")
@@ -181,7 +181,7 @@ def held_by_a_child(path: Path) -> subprocess.Popen[str]:
     return child
 
 
-def test_a_lease_that_was_taken_below_holds_after_its_file_was_written_above(layered, tmp_path):
+def test_lease_on_a_lower_file_holds_after_the_file_is_copied_up(layered, tmp_path):
     name = lay(tmp_path / "lower", 1)
     hold(CacheLayout(root=tmp_path / "lower"), name).release()
     root = layered(tmp_path / "lower")
@@ -199,7 +199,7 @@ def test_a_lease_that_was_taken_below_holds_after_its_file_was_written_above(lay
     assert not in_use(layout, name)
 
 
-def test_a_lease_on_a_folder_below_holds_after_the_folder_was_written_to_above(layered, tmp_path):
+def test_lease_on_a_lower_folder_holds_after_a_write_to_the_folder(layered, tmp_path):
     name = lay(tmp_path / "lower", 1)
     root = layered(tmp_path / "lower")
     layout = CacheLayout(root=root)
@@ -216,7 +216,7 @@ def test_a_lease_on_a_folder_below_holds_after_the_folder_was_written_to_above(l
     assert not in_use(layout, name)
 
 
-def test_beside_a_cache_that_is_read_only_as_a_whole_another_works(read_only, tmp_path):
+def test_another_cache_works_beside_a_read_only_one(read_only, tmp_path):
     name = publish(tmp_path / "lower", "one")
     exported = lay_entry(tmp_path / "lower")
     lower = read_only(tmp_path / "lower")

@@ -71,7 +71,7 @@ def kill(process):
     process.join()
 
 
-def test_an_entry_is_in_use_from_its_load_to_the_death_of_the_process(cache_root, layout, tmp_path):
+def test_entry_is_in_use_until_the_loading_process_dies(cache_root, layout, tmp_path):
     name = publish(cache_root)
     other = publish(cache_root, level=2)
     process = start_holder(hold_until_killed, cache_root, name, held=tmp_path / "held")
@@ -81,7 +81,7 @@ def test_an_entry_is_in_use_from_its_load_to_the_death_of_the_process(cache_root
     assert not in_use(layout, name)
 
 
-def test_an_entry_is_claimed_only_when_nobody_uses_it(cache_root, layout):
+def test_entry_in_use_cannot_be_claimed(cache_root, layout):
     name = publish(cache_root)
     lease = hold(layout, name)
     with claimed(layout, name.hash) as mine:
@@ -91,7 +91,7 @@ def test_an_entry_is_claimed_only_when_nobody_uses_it(cache_root, layout):
         assert mine
 
 
-def test_a_writer_of_a_rank_that_is_not_there_yet_keeps_the_entry_from_being_claimed(cache_root, layout):
+def test_entry_cannot_be_claimed_while_a_new_rank_is_written(cache_root, layout):
     name = publish(cache_root)
     lease = hold_writing(layout, name.hash)
     with claimed(layout, name.hash) as mine:
@@ -102,7 +102,7 @@ def test_a_writer_of_a_rank_that_is_not_there_yet_keeps_the_entry_from_being_cla
         assert mine
 
 
-def test_a_claim_for_leftovers_asks_writers_alone(cache_root, layout):
+def test_claim_for_leftovers_ignores_loaders(cache_root, layout):
     name = publish(cache_root)
     lease = hold(layout, name)
     with claimed(layout, name.hash, loaders=False) as mine:
@@ -114,7 +114,7 @@ def test_a_claim_for_leftovers_asks_writers_alone(cache_root, layout):
     writing.release()
 
 
-def test_what_prune_goes_on_removing_counts_as_gone(cache_root, layout):
+def test_keep_fails_if_prune_holds_its_claim(cache_root, layout):
     name = publish(cache_root)
     with claimed(layout, name.hash):
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def test_what_prune_goes_on_removing_counts_as_gone(cache_root, layout):
     assert keep(layout, name)
 
 
-def test_what_is_gone_before_it_is_held_is_held_by_nobody(cache_root, layout):
+def test_keep_does_not_hold_a_removed_entry(cache_root, layout):
     name = publish(cache_root)
     layout.manifest_file(name).unlink()
     assert not keep(layout, name)
@@ -133,7 +133,7 @@ def test_what_is_gone_before_it_is_held_is_held_by_nobody(cache_root, layout):
     assert in_use(layout, name)
 
 
-def test_a_load_waits_until_the_claim_is_over(cache_root, layout):
+def test_keep_waits_for_the_end_of_a_claim(cache_root, layout):
     name = publish(cache_root)
     stack = contextlib.ExitStack()
     assert stack.enter_context(claimed(layout, name.hash))
@@ -144,7 +144,8 @@ def test_a_load_waits_until_the_claim_is_over(cache_root, layout):
     assert in_use(layout, name)
 
 
-def test_what_prune_goes_on_removing_of_a_read_only_cache_counts_as_gone(cache_root, layout, tmp_path, read_only):
+def test_keep_fails_if_prune_holds_its_claim_on_a_read_only_cache(cache_root, layout, tmp_path, read_only, monkeypatch):
+    monkeypatch.setattr(leases, "_PAUSE_SECS", 0)
     name = publish(cache_root)
     readers = tmp_path / "readers"
     readers.symlink_to(cache_root)
@@ -154,7 +155,7 @@ def test_what_prune_goes_on_removing_of_a_read_only_cache_counts_as_gone(cache_r
         assert not keep(CacheLayout(root=readers), name)
 
 
-def test_a_writer_waits_until_the_claim_is_over(cache_root, layout):
+def test_writer_waits_for_the_end_of_a_claim(cache_root, layout):
     name = publish(cache_root)
     program = (
         "import sys; from pathlib import Path; from cgtool.store.layout import CacheLayout\n"
@@ -172,7 +173,7 @@ def test_a_writer_waits_until_the_claim_is_over(cache_root, layout):
     assert child.communicate()[0] == "True\n"
 
 
-def test_whoever_locked_a_file_that_was_removed_meanwhile_locks_a_new_one(cache_root, layout):
+def test_lease_on_a_removed_file_is_replaced(cache_root, layout):
     name = publish(cache_root)
     hold(layout, name).release()
     path = layout.state_dir / "leases" / name.flat
@@ -186,25 +187,25 @@ def test_whoever_locked_a_file_that_was_removed_meanwhile_locks_a_new_one(cache_
     assert path.exists()
 
 
-def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(cache_root, layout, monkeypatch):
+def test_lease_file_removed_between_open_and_lock_is_created_again(cache_root, layout, monkeypatch):
     name = publish(cache_root)
     path = layout.state_dir / "leases" / name.flat
-    opened, tries = leases._opened, []
+    open_lease, tries = leases._open_lease, []
 
     def racing(text):
-        lease = opened(text)
+        lease = open_lease(text)
         tries.append(text)
         if len(tries) == 1:
             path.unlink()
         return lease
 
-    monkeypatch.setattr(leases, "_opened", racing)
+    monkeypatch.setattr(leases, "_open_lease", racing)
     assert hold(layout, name).is_current
     assert path.exists()
     assert len(tries) == 2
 
 
-def test_a_lease_that_is_held_is_not_removed(cache_root, layout):
+def test_held_lease_is_not_removed(cache_root, layout):
     name = publish(cache_root)
     lease = hold(layout, name)
     path = layout.state_dir / "leases" / name.flat
@@ -215,7 +216,7 @@ def test_a_lease_that_is_held_is_not_removed(cache_root, layout):
     assert list((layout.state_dir / "leases").iterdir()) == []
 
 
-def test_a_read_only_cache_is_held_by_its_folder(cache_root, layout, read_only):
+def test_lease_on_a_read_only_cache_locks_the_entrys_folder(cache_root, layout, read_only):
     name = publish(cache_root)
     read_only(cache_root)
     lease = hold(layout, name)
@@ -228,7 +229,7 @@ def test_a_read_only_cache_is_held_by_its_folder(cache_root, layout, read_only):
     assert not in_use(layout, name)
 
 
-def test_a_full_disk_does_not_keep_an_entry_from_being_held_and_claimed(small_disk):
+def test_leases_and_claims_work_on_a_full_disk(small_disk):
     layout = CacheLayout(root=small_disk)
     name = publish(small_disk)
     with pytest.raises(OSError, match="No space"):
@@ -240,7 +241,7 @@ def test_a_full_disk_does_not_keep_an_entry_from_being_held_and_claimed(small_di
         assert mine
 
 
-def test_without_locks_nothing_is_held_and_nothing_can_be_claimed(cache_root, layout):
+def test_without_locks_there_are_no_leases_and_no_claims(cache_root, layout):
     name = publish(cache_root)
     with no_flock():
         assert keep(layout, name)
@@ -252,7 +253,7 @@ def test_without_locks_nothing_is_held_and_nothing_can_be_claimed(cache_root, la
             require_locks(layout)
 
 
-def test_no_descriptors_left_is_no_error(cache_root, layout):
+def test_running_out_of_descriptors_is_not_an_error(cache_root, layout):
     name = publish(cache_root)
     with no_descriptors():
         assert hold(layout, name) is None
@@ -276,7 +277,7 @@ def holder(tmp_path):
     process.join()
 
 
-def test_two_holders_within_one_process_exclude_each_other(tmp_path):
+def test_lock_excludes_threads_of_one_process(tmp_path):
     order = []
     first = contextlib.ExitStack()
     first.enter_context(file_lock(tmp_path / "lock"))
@@ -295,7 +296,7 @@ def test_two_holders_within_one_process_exclude_each_other(tmp_path):
     assert order == ["waits", "first lets go", "second"]
 
 
-def test_a_killed_holder_lets_go(tmp_path, holder):
+def test_lock_of_a_killed_process_is_released(tmp_path, holder):
     def kill():
         os.kill(holder.pid, signal.SIGKILL)
 
@@ -303,7 +304,7 @@ def test_a_killed_holder_lets_go(tmp_path, holder):
         assert is_held
 
 
-def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
+def test_forked_child_does_not_keep_the_lock(tmp_path):
     lock = contextlib.ExitStack()
     lock.enter_context(file_lock(tmp_path / "lock"))
     reading, writing = os.pipe()
@@ -326,7 +327,7 @@ def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_lock_file_that_was_replaced_while_waiting_is_opened_anew(tmp_path):
+def test_lock_file_replaced_while_waiting_is_opened_again(tmp_path):
     path = tmp_path / "lock"
     first = contextlib.ExitStack()
     first.enter_context(file_lock(path))
@@ -350,7 +351,7 @@ def test_a_lock_file_that_was_replaced_while_waiting_is_opened_anew(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_flock_is_one_warning_and_no_error(tmp_path, caplog, number):
+def test_file_system_without_flock_causes_one_warning(tmp_path, caplog, number):
     with no_flock(number), caplog.at_level(logging.WARNING):
         for name in ("a", "b", "c"):
             with file_lock(tmp_path / name / "lock") as is_held:

@@ -16,25 +16,25 @@ from cgtool.store.lookup import LookupStore, StateStore
 OTHER = "ef" * 32
 
 
-def test_facts_lead_to_every_entry_that_was_published_under_them(cache_root, layout):
+def test_lookup_digest_finds_every_entry_published_under_it(cache_root, layout):
     hashes = {publish(cache_root, level=level).hash for level in (1, 2, 3)}
     assert set(LookupStore(layout).candidates(FACTS)) == hashes
     assert tuple(LookupStore(layout).candidates(OTHER)) == ()
 
 
-def test_an_empty_cache_has_no_candidates_and_is_not_made(cache_root, layout):
+def test_lookup_in_a_missing_cache_finds_nothing_and_creates_nothing(cache_root, layout):
     assert tuple(LookupStore(layout).candidates(FACTS)) == ()
     assert not cache_root.exists()
 
 
-def test_an_entry_that_was_copied_in_is_found(cache_root, layout, tmp_path):
+def test_copied_entry_is_found(cache_root, layout, tmp_path):
     here = publish(cache_root, level=3)
     there = publish(tmp_path / "there", level=2)
     shutil.copytree(CacheLayout(root=tmp_path / "there").entry_dir(there.hash), layout.entry_dir(there.hash))
     assert set(LookupStore(layout).candidates(FACTS)) == {here.hash, there.hash}
 
 
-def test_a_rank_that_was_copied_into_a_known_entry_is_found(cache_root, layout):
+def test_rank_copied_into_an_indexed_entry_is_found(cache_root, layout):
     name = publish(cache_root)
     to = writer(cache_root, rank=1)
     manifest = manifest_of(to, (put_row(to),))
@@ -44,13 +44,13 @@ def test_a_rank_that_was_copied_into_a_known_entry_is_found(cache_root, layout):
     assert tuple(LookupStore(layout).candidates(OTHER)) == (name.hash,)
 
 
-def test_an_entry_that_was_removed_is_no_candidate(cache_root, layout):
+def test_removed_entry_is_not_a_candidate(cache_root, layout):
     name = publish(cache_root)
     shutil.rmtree(layout.entry_dir(name.hash))
     assert tuple(LookupStore(layout).candidates(FACTS)) == ()
 
 
-def test_junk_and_torn_manifests_are_no_candidates_and_no_errors(cache_root, layout):
+def test_junk_and_corrupt_manifests_are_ignored(cache_root, layout):
     name = publish(cache_root, level=3)
     torn = publish(cache_root, level=2)
     shutil.rmtree(layout.lookup_dir)
@@ -61,7 +61,7 @@ def test_junk_and_torn_manifests_are_no_candidates_and_no_errors(cache_root, lay
     assert tuple(LookupStore(layout).candidates(FACTS)) == (name.hash,)
 
 
-def test_a_read_only_cache_without_a_lookup_is_searched_all_the_same(cache_root, layout, read_only):
+def test_read_only_cache_without_a_lookup_is_searched(cache_root, layout, read_only):
     name = publish(cache_root)
     shutil.rmtree(layout.lookup_dir)
     read_only(cache_root)
@@ -69,7 +69,7 @@ def test_a_read_only_cache_without_a_lookup_is_searched_all_the_same(cache_root,
     assert not layout.lookup_dir.exists()
 
 
-def test_a_lookup_that_cannot_be_listed_is_no_miss(cache_root, layout):
+def test_unreadable_lookup_is_an_error_and_not_a_miss(cache_root, layout):
     publish(cache_root)
     folder = layout.lookup_dir / FACTS
     shutil.rmtree(folder)
@@ -83,7 +83,7 @@ def hit_often(root, name, times):
         StateStore(CacheLayout(root=root)).record_hit(name)
 
 
-def test_hits_are_counted_and_the_last_one_is_stamped(cache_root):
+def test_hits_and_time_of_last_use_are_recorded(cache_root):
     name = publish(cache_root)
     hit_often(cache_root, name, 3)
     usage = StateStore(CacheLayout(root=cache_root)).usage(name)
@@ -92,13 +92,13 @@ def test_hits_are_counted_and_the_last_one_is_stamped(cache_root):
     assert abs(datetime.now(UTC) - stamped) < timedelta(seconds=10)
 
 
-def test_hits_of_processes_that_load_together_are_all_counted(cache_root):
+def test_concurrent_hits_are_all_counted(cache_root):
     name = publish(cache_root)
     run_beside(*[(hit_often, (cache_root, name, 50))] * 3)
     assert StateStore(CacheLayout(root=cache_root)).usage(name).hits == 150
 
 
-def test_a_hit_is_no_part_of_the_entry(cache_root):
+def test_recording_a_hit_does_not_change_the_entry(cache_root):
     name = publish(cache_root)
     entry = CacheLayout(root=cache_root).entry_dir(name.hash)
     before = sorted((path, path.stat().st_mtime_ns) for path in entry.rglob("*"))
@@ -107,7 +107,7 @@ def test_a_hit_is_no_part_of_the_entry(cache_root):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["again", "first hit"])
-def test_a_read_only_cache_is_not_stamped_and_not_an_error(cache_root, read_only, first):
+def test_hit_on_a_read_only_cache_is_not_an_error(cache_root, read_only, first):
     name = publish(cache_root)
     if not first:
         hit_often(cache_root, name, 1)
@@ -116,7 +116,7 @@ def test_a_read_only_cache_is_not_stamped_and_not_an_error(cache_root, read_only
     assert StateStore(CacheLayout(root=cache_root)).usage(name).hits == (0 if first else 1)
 
 
-def test_a_full_disk_is_not_an_error(small_disk):
+def test_hit_on_a_full_disk_is_not_an_error(small_disk):
     name = publish(small_disk)
     with pytest.raises(OSError, match="No space"):
         (small_disk / "ballast").write_bytes(bytes(1_000_000))

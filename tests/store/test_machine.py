@@ -14,7 +14,7 @@ REPO = Path(__file__).parents[2]
 
 
 @pytest.mark.torch
-def test_the_machine_spells_its_factors_as_the_key_does() -> None:
+def test_machine_factors_have_the_form_of_the_key() -> None:
     from cgtool.host import cgtool_build
     from cgtool.runtime.factors import environment_factors
 
@@ -26,7 +26,7 @@ def test_the_machine_spells_its_factors_as_the_key_does() -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("forced", ["default", "avx2"])
-def test_a_forced_level_of_vector_instructions_is_torchs(monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
+def test_forced_cpu_capability_matches_torch(monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", forced)
     said = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"],
@@ -39,7 +39,7 @@ def test_a_forced_level_of_vector_instructions_is_torchs(monkeypatch: pytest.Mon
     assert found.code_variables == {"ATEN_CPU_CAPABILITY": forced}
 
 
-def test_looking_at_the_machine_imports_no_torch() -> None:
+def test_this_machine_imports_no_torch() -> None:
     code = (
         "import sys; from cgtool.store.machine import this_machine; this_machine(); "
         "raise SystemExit('torch' in sys.modules)"
@@ -52,14 +52,14 @@ def test_a_machine_without_a_compiler_has_none(monkeypatch: pytest.MonkeyPatch) 
     assert this_machine().compiler is None
 
 
-def test_torchs_own_words_on_its_build_are_read() -> None:
+def test_torch_version_file_is_parsed() -> None:
     text = (
         "__version__ = '2.11.0+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = \"ab\"\nhip: Optional[str] = None\n"
     )
     assert parse_build(text) == {"version": "2.11.0+cu128", "version_git": "ab", "with_cuda": "12.8", "with_hip": None}
 
 
-def test_a_driver_of_an_older_cuda_than_torchs_shows_no_device() -> None:
+def test_driver_older_than_torchs_cuda_has_no_devices() -> None:
     build = {"version": "2.13.0", "version_git": "ab", "with_cuda": "13.0", "with_hip": None}
     older = Driver(cuda="12.8", version="570.86", devices=("sm_90 x132",))
     newer = Driver(cuda="13.1", version="590.44", devices=("sm_90 x132",))
@@ -81,7 +81,7 @@ def test_a_driver_of_an_older_cuda_than_torchs_shows_no_device() -> None:
     ],
 )
 @pytest.mark.skipif(this_machine().machine != "x86_64", reason="levels of x86")
-def test_the_level_of_vector_instructions_follows_the_processor(flags: list[str], wanted: str | None) -> None:
+def test_cpu_capability_follows_the_processor_flags(flags: list[str], wanted: str | None) -> None:
     assert _capability(flags, None) == wanted
 
 

@@ -85,18 +85,18 @@ def read(manifest, data):
 
 
 @given(MANIFESTS)
-def test_a_manifest_is_read_back_as_it_was(manifest):
+def test_manifest_survives_a_round_trip(manifest):
     assert read(manifest, manifest.to_bytes()) == manifest
 
 
 @given(HASHES, ARTIFACTS)
-def test_a_unit_is_read_back_as_it_was(key, artifact):
+def test_unit_survives_a_round_trip(key, artifact):
     unit = Unit(key=key, artifact=artifact)
     assert unseal(seal(unit), Unit, path=PATH) == unit
 
 
 @given(MANIFESTS, st.randoms())
-def test_rows_are_kept_in_one_order(manifest, random):
+def test_rows_are_sorted(manifest, random):
     rows = list(manifest.rows)
     random.shuffle(rows)
     bare = replace(manifest, rows=())
@@ -104,7 +104,7 @@ def test_rows_are_kept_in_one_order(manifest, random):
 
 
 @given(MANIFESTS, st.data())
-def test_no_byte_can_change_unnoticed(manifest, data):
+def test_every_changed_byte_is_detected(manifest, data):
     whole = manifest.to_bytes()
     position = data.draw(st.integers(0, len(whole) - 1))
     byte = data.draw(st.integers(0, 255).filter(lambda value: value != whole[position]))
@@ -113,7 +113,7 @@ def test_no_byte_can_change_unnoticed(manifest, data):
 
 
 @given(MANIFESTS, st.data())
-def test_a_torn_file_is_corrupt(manifest, data):
+def test_truncated_file_is_corrupt(manifest, data):
     whole = manifest.to_bytes()
     with pytest.raises(CacheCorruptError):
         read(manifest, whole[: data.draw(st.integers(0, len(whole) - 1))])
@@ -127,7 +127,7 @@ JUNK = st.recursive(
 
 
 @given(MANIFESTS, st.data())
-def test_a_field_of_another_type_under_a_seal_that_fits_is_corrupt_or_read(manifest, data):
+def test_sealed_field_of_another_type_is_corrupt_or_read(manifest, data):
     junk = data.draw(JUNK)
 
     def change(record):
@@ -142,7 +142,7 @@ def test_a_field_of_another_type_under_a_seal_that_fits_is_corrupt_or_read(manif
 
 
 @given(MANIFESTS, st.lists(ROWS, max_size=5))
-def test_added_rows_replace_those_of_their_place_and_keep_the_others(manifest, rows):
+def test_added_rows_replace_rows_of_the_same_place(manifest, rows):
     merged = manifest.with_rows(rows)
     wanted = {row.place: row for row in (*manifest.rows, *rows)}
     assert {row.place: row for row in merged.rows} == wanted
@@ -150,17 +150,17 @@ def test_added_rows_replace_those_of_their_place_and_keep_the_others(manifest, r
 
 
 @given(SHAPES)
-def test_a_shape_is_read_back_from_its_text(shape):
+def test_shape_survives_a_round_trip_as_text(shape):
     assert parse_shape(shape_text(shape)) == shape
 
 
-def test_another_version_of_the_grammar_is_told_from_damage(manifest):
+def test_another_schema_version_is_distinguished_from_corruption(manifest):
     for tag, words in {"manifest-9": "Update cgtool", "manifest-1": "Warm the model again"}.items():
         with pytest.raises(CacheSchemaError, match=f"schema {tag[-1]} .*{words}"):
             read(manifest, resealed(manifest.to_bytes(), {"record": tag}))
     with pytest.raises(CacheSchemaError, match=r"schema 2 and was written by cgtool 0\.0\.9; .* Warm the model again"):
         read(manifest, b'{\n "schema": 2,\n "cgtool": "0.0.9",\n "hash": "ab"\n}\n')
-    with pytest.raises(CacheCorruptError, match="a field is wrong"):
+    with pytest.raises(CacheCorruptError, match="a field is invalid"):
         read(manifest, seal(Unit(key="ab" * 32, artifact=manifest.rows[0].artifact)))
 
 
@@ -190,8 +190,8 @@ def manifest(cache_root):
         pytest.param({"splitting_ops": "ns::op"}, id="splitting ops as text"),
     ],
 )
-def test_a_sealed_manifest_that_breaks_the_grammar_is_corrupt(manifest, change):
-    with pytest.raises(CacheCorruptError, match=r"manifest\.json is corrupt: a field is wrong"):
+def test_sealed_manifest_that_violates_the_grammar_is_corrupt(manifest, change):
+    with pytest.raises(CacheCorruptError, match=r"manifest\.json is corrupt: a field is invalid"):
         read(manifest, resealed(manifest.to_bytes(), change))
 
 
@@ -217,8 +217,8 @@ def test_a_sealed_manifest_that_breaks_the_grammar_is_corrupt(manifest, change):
     ],
     ids=str,
 )
-def test_a_sealed_row_that_breaks_the_grammar_is_corrupt(manifest, change):
-    with pytest.raises(CacheCorruptError, match="a field is wrong"):
+def test_sealed_row_that_violates_the_grammar_is_corrupt(manifest, change):
+    with pytest.raises(CacheCorruptError, match="a field is invalid"):
         read(manifest, resealed(manifest.to_bytes(), lambda record: record["rows"][0].update(change)))
 
 
@@ -238,17 +238,17 @@ def test_a_sealed_row_that_breaks_the_grammar_is_corrupt(manifest, change):
     ],
     ids=str,
 )
-def test_a_sealed_artifact_that_breaks_the_grammar_is_corrupt(manifest, change):
+def test_sealed_artifact_that_violates_the_grammar_is_corrupt(manifest, change):
     with pytest.raises(CacheCorruptError, match=r"at `\$\.rows\[0\]\.artifact"):
         read(manifest, resealed(manifest.to_bytes(), lambda record: record["rows"][0]["artifact"].update(change)))
 
 
-def test_two_rows_of_one_place_are_corrupt(manifest):
-    with pytest.raises(CacheCorruptError, match="given twice"):
+def test_duplicate_rows_are_corrupt(manifest):
+    with pytest.raises(CacheCorruptError, match="is duplicated"):
         read(manifest, resealed(manifest.to_bytes(), lambda record: record["rows"].append(record["rows"][0])))
 
 
-def test_a_shape_names_the_sizes_that_its_variant_fixes(manifest):
+def test_shape_must_include_the_sizes_that_its_variant_fixes(manifest):
     fixed = resealed(manifest.to_bytes(), lambda record: record["variants"][0].update(fixed={"batch": 1}))
     with pytest.raises(CacheCorruptError, match="general is outside its variant, which is for batch=1"):
         read(manifest, fixed)
@@ -269,7 +269,7 @@ def test_a_row_is_found_by_its_place(manifest):
     assert found(both.with_rows([tuned]), "general") == found(both.with_rows([tuned]), "general", tuned=True) == tuned
 
 
-def test_a_fallback_takes_the_rows_of_what_it_fell_from(manifest):
+def test_fallback_drops_the_rows_that_it_supersedes(manifest):
     row = replace(manifest.rows[0], adaptor="aot_inductor")
     whole = replace(manifest, rows=(row, with_shape(row, "n=8"), replace(row, piece_index=1)))
 
@@ -294,7 +294,7 @@ def test_a_fallback_takes_the_rows_of_what_it_fell_from(manifest):
         ("ab" * 32, 0, "a/b"),
     ],
 )
-def test_a_name_outside_of_the_grammar_is_refused(hash_, rank, prefix):
+def test_invalid_name_is_refused(hash_, rank, prefix):
     with pytest.raises(CacheError, match="is not a valid"):
         RankName(hash=hash_, rank=rank, prefix=prefix)
 
@@ -302,7 +302,7 @@ def test_a_name_outside_of_the_grammar_is_refused(hash_, rank, prefix):
 HASH = "ab" * 32
 
 
-def test_the_argument_wins_over_the_environment_and_that_over_the_default(monkeypatch, tmp_path, isolated_home):
+def test_cache_dir_argument_overrides_environment_and_default(monkeypatch, tmp_path, isolated_home):
     assert resolve_root() == isolated_home / ".cache" / "cgtool"
     monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / "env"))
     assert resolve_root() == tmp_path / "env"
@@ -310,14 +310,14 @@ def test_the_argument_wins_over_the_environment_and_that_over_the_default(monkey
     assert resolve_root(str(tmp_path / "argument")) == tmp_path / "argument"
 
 
-def test_a_root_is_absolute_and_may_be_named_by_the_folder_in_it(monkeypatch, tmp_path, isolated_home):
+def test_root_is_absolute_and_accepts_the_cache_folder_itself(monkeypatch, tmp_path, isolated_home):
     monkeypatch.chdir(tmp_path)
     assert resolve_root("here") == tmp_path / "here"
     assert resolve_root(tmp_path / "torch_compile_cache") == tmp_path
     assert resolve_root("~/there") == isolated_home / "there"
 
 
-def test_everything_lies_where_the_design_puts_it():
+def test_paths_follow_the_documented_layout():
     layout = CacheLayout(root=Path("/r"))
     name = RankName(hash=HASH, rank=3, prefix="eagle_head")
     base = "/r/torch_compile_cache"
@@ -329,7 +329,7 @@ def test_everything_lies_where_the_design_puts_it():
     assert str(layout.tag) == "/r/CACHEDIR.TAG"
 
 
-def test_ranks_and_prefixes_are_listed_in_order_and_junk_is_not(tmp_path):
+def test_ranks_and_prefixes_are_listed_in_order_without_junk(tmp_path):
     layout = CacheLayout(root=tmp_path)
     for folder in ("rank_10/b", "rank_2/a", "rank_2/.x", "rank_02/a", "rank_x/a", "other/a"):
         (layout.entry_dir(HASH) / folder).mkdir(parents=True)

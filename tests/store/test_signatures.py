@@ -33,7 +33,7 @@ def reason(function, *arguments, **options) -> str:
     return refusal.value.reason
 
 
-def test_what_a_trusted_key_signed_is_accepted_and_names_the_key(keys):
+def test_check_returns_the_trusted_key_that_signed(keys):
     private = load_private_key(keys / "one.pem")
     signed = sign(DATA, [private])
     public = load_public_keys([keys / "one.pub"])
@@ -41,7 +41,7 @@ def test_what_a_trusted_key_signed_is_accepted_and_names_the_key(keys):
     assert next(iter(public)) == sha256_hex(private.public_key().public_bytes_raw())
 
 
-def test_the_four_ways_of_not_being_signed_are_told_apart(keys):
+def test_reasons_for_refusing_a_signature_are_distinguished(keys):
     one, two = load_private_key(keys / "one.pem"), load_private_key(keys / "two.pem")
     trusted = load_public_keys([keys / "one.pub"])
     assert reason(check, DATA, None, trusted, what="It") == "unsigned"
@@ -57,7 +57,7 @@ def test_one_of_several_signatures_is_enough(keys):
     assert [s.key for s in parse_signatures(both)] == sorted(s.key for s in parse_signatures(both))
 
 
-def test_a_signature_of_one_key_under_the_name_of_another_is_wrong(keys):
+def test_signature_under_another_keys_id_is_wrong(keys):
     two = sign(DATA, [load_private_key(keys / "two.pem")])
     trusted = load_public_keys([keys / "one.pub"])
     record = json.loads(two)
@@ -80,16 +80,16 @@ def test_a_signature_of_one_key_under_the_name_of_another_is_wrong(keys):
         b'{"schema": 1, "signatures": 1e999}',
     ],
 )
-def test_a_file_of_signatures_that_is_none_is_refused(text):
+def test_malformed_signature_file_is_refused(text):
     assert reason(parse_signatures, text) == "bad_signature_file"
 
 
-def test_a_newer_file_of_signatures_is_refused():
+def test_newer_signature_file_is_refused():
     assert reason(parse_signatures, b'{"schema": 2, "signatures": []}') == "unknown_schema"
     assert reason(parse_signatures, b'{"schema": true, "signatures": []}') == "unknown_schema"
 
 
-def test_two_signatures_of_one_key_are_refused(keys):
+def test_duplicate_signatures_are_refused(keys):
     record = json.loads(sign(DATA, [load_private_key(keys / "one.pem")]))
     record["signatures"] *= 2
     assert reason(parse_signatures, json.dumps(record).encode()) == "bad_signature_file"
@@ -107,7 +107,7 @@ def test_no_bytes_break_the_parser(data):
 
 
 @given(st.integers(0, 2000), st.integers(0, 255))
-def test_no_mutation_of_a_signature_is_accepted_for_other_bytes(at, byte):
+def test_no_mutated_signature_is_accepted(at, byte):
     key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
     trusted = {key_id(key.public_key()): key.public_key()}
     signed = bytearray(sign(DATA, [key]))
@@ -115,7 +115,7 @@ def test_no_mutation_of_a_signature_is_accepted_for_other_bytes(at, byte):
     reason(check, DATA + b"x", bytes(signed), trusted, what="It")
 
 
-def test_a_folder_of_keys_and_a_file_of_several_are_read(keys, tmp_path):
+def test_keys_are_read_from_folders_and_from_files_with_several_keys(keys, tmp_path):
     (keys / ".hidden").write_text("nothing")
     for name in ("one.pem", "two.pem"):
         (keys / name).rename(tmp_path / name)
@@ -133,13 +133,13 @@ def test_a_folder_of_keys_and_a_file_of_several_are_read(keys, tmp_path):
         ("x" * 2**21, "is not a key file"),
     ],
 )
-def test_a_file_without_a_public_key_is_an_error_of_usage(tmp_path, content, sentence):
+def test_file_without_a_public_key_is_a_usage_error(tmp_path, content, sentence):
     (tmp_path / "k").write_text(content)
     with pytest.raises(UsageError, match=sentence):
         load_public_keys([tmp_path / "k"])
 
 
-def test_private_keys_are_not_taken_for_public_ones_nor_the_other_way_round(keys):
+def test_private_and_public_keys_are_not_confused(keys):
     with pytest.raises(UsageError, match="contains a private key, but verification needs only the public key"):
         load_public_keys([keys])
     with pytest.raises(UsageError, match="does not contain a private key"):
@@ -148,7 +148,7 @@ def test_private_keys_are_not_taken_for_public_ones_nor_the_other_way_round(keys
         load_private_key(keys / "absent")
 
 
-def test_keys_of_other_kinds_are_refused(tmp_path):
+def test_keys_other_than_ed25519_are_refused(tmp_path):
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -162,7 +162,7 @@ def test_keys_of_other_kinds_are_refused(tmp_path):
         load_public_keys([tmp_path / "rsa.pub"])
 
 
-def test_an_encrypted_key_is_refused_with_a_sentence(tmp_path):
+def test_encrypted_key_is_refused(tmp_path):
     key = ed25519.Ed25519PrivateKey.generate()
     locked = key.private_bytes(
         serialization.Encoding.PEM,
@@ -170,12 +170,12 @@ def test_an_encrypted_key_is_refused_with_a_sentence(tmp_path):
         serialization.BestAvailableEncryption(b"secret"),
     )
     (tmp_path / "locked.pem").write_bytes(locked)
-    with pytest.raises(UsageError, match="is encrypted, and cgtool asks for no passphrase"):
+    with pytest.raises(UsageError, match="is encrypted, but cgtool does not prompt for passphrases"):
         load_private_key(tmp_path / "locked.pem")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
-def test_keys_and_signatures_are_those_of_openssl(tmp_path):
+def test_keys_and_signatures_are_compatible_with_openssl(tmp_path):
     def openssl(*arguments):
         subprocess.run(["openssl", *arguments], cwd=tmp_path, check=True, capture_output=True)
 
@@ -189,7 +189,7 @@ def test_keys_and_signatures_are_those_of_openssl(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="no ssh-keygen here")
-def test_keys_of_openssh_are_read(tmp_path):
+def test_openssh_keys_are_read(tmp_path):
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id"], check=True, capture_output=True
     )
@@ -197,7 +197,7 @@ def test_keys_of_openssh_are_read(tmp_path):
     assert check(DATA, signed, load_public_keys([tmp_path / "id.pub"]), what="It")
 
 
-def test_more_signatures_than_a_reader_takes_are_not_made():
+def test_signing_with_more_keys_than_readers_accept_is_refused():
     keys = [ed25519.Ed25519PrivateKey.generate() for _ in range(65)]
     assert len(parse_signatures(sign(DATA, keys[:64]))) == 64
     with pytest.raises(UsageError, match="65 keys are too many: sign with at most 64"):

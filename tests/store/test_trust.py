@@ -55,7 +55,7 @@ PLACES = (
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("right", [0o002, 0o020], ids=["everyone", "the group"])
-def test_what_others_may_write_is_refused_and_named(tmp_path, place, right):
+def test_path_writable_by_others_is_refused(tmp_path, place, right):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
     check(root, hash_)
@@ -70,7 +70,7 @@ def test_what_others_may_write_is_refused_and_named(tmp_path, place, right):
 
 @needs_root
 @pytest.mark.parametrize("place", PLACES)
-def test_what_another_user_owns_is_refused_and_named(tmp_path, place):
+def test_path_owned_by_another_user_is_refused(tmp_path, place):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
     path = root / place.format(hash=hash_)
@@ -83,7 +83,7 @@ def test_what_another_user_owns_is_refused_and_named(tmp_path, place):
 
 
 @needs_root
-def test_another_user_loads_what_root_owns(tmp_path):
+def test_files_of_root_are_trusted(tmp_path):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
     for above in tmp_path.parents:  # pytest keeps its folders to itself
@@ -102,7 +102,7 @@ def test_another_user_loads_what_root_owns(tmp_path):
 
 
 @pytest.mark.parametrize("right", [0o002, 0o020], ids=["everyone", "the group"])
-def test_a_folder_above_the_cache_in_which_others_may_put_another_is_refused_unless_it_is_sticky(tmp_path, right):
+def test_writable_parent_folder_is_refused_unless_it_is_sticky(tmp_path, right):
     above = tmp_path / "above"
     hash_ = lay_entry(above / "between" / "cache")
     os.chown(above, -1, OTHER_USER) if os.geteuid() == 0 else None
@@ -114,33 +114,33 @@ def test_a_folder_above_the_cache_in_which_others_may_put_another_is_refused_unl
 
 
 @needs_root
-def test_a_folder_above_the_cache_that_another_user_owns_is_refused(tmp_path):
+def test_parent_folder_owned_by_another_user_is_refused(tmp_path):
     hash_ = lay_entry(tmp_path / "above" / "cache")
     os.chown(tmp_path / "above", OTHER_USER, -1)
     (tmp_path / "above").chmod(0o1755)  # its owner may rename in it all the same
     assert reason(tmp_path / "above" / "cache", hash_) == "foreign_owner"
 
 
-def test_a_root_that_became_a_link_since_it_was_resolved_is_not_followed(tmp_path):
+def test_root_replaced_by_a_symlink_is_not_followed(tmp_path):
     hash_ = lay_entry(tmp_path / "cache")
     (tmp_path / "link").symlink_to(tmp_path / "cache")
     with pytest.raises(CacheError, match="is a link, but was a folder before"):
         check(tmp_path / "link", hash_)
 
 
-def test_a_private_group_may_write(tmp_path):
+def test_write_permission_for_a_private_group_is_accepted(tmp_path):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
-    if not trust._is_private(str(root), os.getegid(), os.geteuid()):
+    if not trust._is_private_group(str(root), os.getegid(), os.geteuid()):
         pytest.skip("this user has no group of its own")
     root.chmod(0o775)
     check(root, hash_)
 
 
-def test_what_an_acl_lets_another_user_write_is_refused_though_the_group_is_private(tmp_path):
+def test_acl_that_grants_write_permission_is_refused(tmp_path):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
-    if not trust._is_private(str(root), os.getegid(), os.geteuid()):
+    if not trust._is_private_group(str(root), os.getegid(), os.geteuid()):
         pytest.skip("this user has no group of its own")
     everyone = 0xFFFFFFFF  # the entries for the owner, a user, the owning group, the mask and all others
     entries = [(1, 7, everyone), (2, 7, OTHER_USER), (4, 5, everyone), (0x10, 7, everyone), (0x20, 5, everyone)]
@@ -165,19 +165,19 @@ def signed(tmp_path):
     return tmp_path / "cache", min(hashes), tmp_path / "keys/ours.pub"
 
 
-def test_what_a_trusted_key_signed_is_loaded_whoever_owns_it(signed):
+def test_signed_entry_is_trusted_regardless_of_its_owner(signed):
     root, hash_, key = signed
     check(root, hash_, trusted_keys=[key])
     root.chmod(0o777)
     check(root, hash_, trusted_keys=[str(key)])
 
 
-def test_what_was_never_signed_is_refused(signed, tmp_path):
+def test_unsigned_entry_is_refused(signed, tmp_path):
     _, hash_, key = signed
     assert reason(tmp_path / "source", hash_, trusted_keys=[key]) == "unsigned"
 
 
-def test_what_a_key_signed_that_is_not_trusted_is_refused(signed, tmp_path):
+def test_entry_signed_by_an_untrusted_key_is_refused(signed, tmp_path):
     root, hash_, _ = signed
     assert reason(root, hash_, trusted_keys=[tmp_path / "keys/theirs.pub"]) == "untrusted_key"
 
@@ -185,7 +185,7 @@ def test_what_a_key_signed_that_is_not_trusted_is_refused(signed, tmp_path):
 @pytest.mark.parametrize(
     ("end", "why"), [(".json", "changed"), (".json renamed", "wrong_signature"), (".sig", "wrong_signature")]
 )
-def test_a_signature_over_something_else_is_refused(signed, end, why):
+def test_signature_of_something_else_is_refused(signed, end, why):
     root, hash_, key = signed
     path = next((root / "torch_compile_cache" / hash_ / "signatures").glob(f"*{end.split()[0]}"))
     data = path.read_bytes()
@@ -203,7 +203,7 @@ def test_a_signature_over_something_else_is_refused(signed, end, why):
 
 
 @pytest.mark.parametrize("what", ["a pipe", "gigabytes", "a folder"])
-def test_what_lies_beside_a_signature_and_is_none_is_passed_over(signed, what):
+def test_files_that_are_not_signatures_are_ignored(signed, what):
     root, hash_, key = signed
     path = root / "torch_compile_cache" / hash_ / "signatures" / ("0" * 64 + ".json")
     path.with_suffix(".sig").write_bytes(b"{}")
@@ -217,7 +217,7 @@ def test_what_lies_beside_a_signature_and_is_none_is_passed_over(signed, what):
     check(root, hash_, trusted_keys=[key])
 
 
-def test_of_more_signatures_than_an_entry_comes_with_the_rest_is_not_read(signed):
+def test_excess_signatures_are_not_read(signed):
     root, hash_, key = signed
     folder = root / "torch_compile_cache" / hash_ / "signatures"
     for number in range(64):
@@ -228,7 +228,7 @@ def test_of_more_signatures_than_an_entry_comes_with_the_rest_is_not_read(signed
     check(root, hash_, trusted_keys=[key])
 
 
-def test_a_manifest_that_was_merged_is_no_longer_signed(signed):
+def test_merged_manifest_is_no_longer_signed(signed):
     root, hash_, key = signed
     layout = CacheLayout(root=root)
     name = RankName(hash=hash_, rank=0, prefix="backbone")
@@ -239,14 +239,14 @@ def test_a_manifest_that_was_merged_is_no_longer_signed(signed):
     assert read_entry(layout, name) is not None
 
 
-def test_a_key_that_was_changed_is_no_longer_signed(signed):
+def test_changed_key_is_no_longer_signed(signed):
     root, hash_, key = signed
     path = root / "torch_compile_cache" / hash_ / "key.json"
     path.write_bytes(sealed({**json.loads(path.read_bytes()), "cgtool": "9.9"}))
     assert reason(root, hash_, trusted_keys=[key]) == "changed"
 
 
-def test_what_is_interpreted_is_what_was_signed(signed):
+def test_only_the_signed_manifest_is_read(signed):
     root, hash_, key = signed
     layout = CacheLayout(root=root)
     name, policy = RankName(hash=hash_, rank=0, prefix="backbone"), TrustPolicy(trusted_keys=[key])
@@ -260,7 +260,7 @@ def test_what_is_interpreted_is_what_was_signed(signed):
 
 
 @pytest.mark.parametrize("place", PLACES[2:])
-def test_a_link_is_followed_to_where_nobody_else_can_put_another(tmp_path, place):
+def test_symlink_to_a_trusted_folder_is_followed(tmp_path, place):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
     path, elsewhere = root / place.format(hash=hash_), tmp_path / "elsewhere"
@@ -275,7 +275,7 @@ def test_a_link_is_followed_to_where_nobody_else_can_put_another(tmp_path, place
 
 
 @needs_root
-def test_a_link_that_another_user_owns_is_refused(tmp_path):
+def test_symlink_owned_by_another_user_is_refused(tmp_path):
     root = tmp_path / "cache"
     hash_ = lay_entry(root)
     path = root / "torch_compile_cache" / hash_ / "key.json"
@@ -285,7 +285,7 @@ def test_a_link_that_another_user_owns_is_refused(tmp_path):
     assert reason(root, hash_) == "foreign_owner"
 
 
-def test_the_signature_of_one_entry_says_nothing_of_another(signed, tmp_path):
+def test_signature_of_another_entry_is_not_accepted(signed, tmp_path):
     root, hash_, key = signed
     base = root / "torch_compile_cache"
     third = lay_entry(root, seed=3)
@@ -295,13 +295,13 @@ def test_the_signature_of_one_entry_says_nothing_of_another(signed, tmp_path):
     assert reason(root, third, trusted_keys=[key]) == "changed"
 
 
-def test_keys_that_are_not_there_are_an_error_and_no_policy(signed, tmp_path):
+def test_missing_trusted_keys_are_an_error(signed, tmp_path):
     root, hash_, _ = signed
     with pytest.raises(UsageError, match="There is no key at"):
         check(root, hash_, trusted_keys=[tmp_path / "absent.pub"])
 
 
-def test_a_folder_that_was_exported_signed_is_a_cache_that_is_signed(signed, tmp_path):
+def test_signed_folder_export_is_a_signed_cache(signed, tmp_path):
     _, hash_, key = signed
     export(
         dest=tmp_path / "layer",

@@ -22,7 +22,7 @@ def units(layout):
     return UnitStore(layout)
 
 
-def test_what_was_put_is_found_with_everything_known_of_it(units):
+def test_stored_unit_is_found_with_its_metadata(units):
     assert units.find(UNIT) is None
     units.put(UNIT, DATA, RECORD)
     assert units.find(UNIT) == RECORD
@@ -31,14 +31,14 @@ def test_what_was_put_is_found_with_everything_known_of_it(units):
 
 
 @pytest.mark.parametrize("key", ["", "ab", "../" + "a" * 61, "AB" * 32, "ab" * 32 + "\n"])
-def test_a_key_outside_of_the_grammar_never_becomes_a_path(units, key):
+def test_invalid_key_never_becomes_a_path(units, key):
     with pytest.raises(CacheError):
         units.find(key)
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
 @pytest.mark.parametrize("which", ["artifact", "record"])
-def test_a_damaged_unit_is_absent_logged_and_replaced(units, layout, caplog, which, harm):
+def test_corrupt_unit_is_absent_logged_and_replaced(units, layout, caplog, which, harm):
     units.put(UNIT, DATA, RECORD)
     path = units.artifact_path(UNIT, RECORD) if which == "artifact" else layout.unit_dir(UNIT) / "unit.json"
     data = path.read_bytes()
@@ -67,7 +67,7 @@ UNIT_PLACES = (
 
 @pytest.mark.parametrize("place", UNIT_PLACES)
 @pytest.mark.parametrize("how", ["everyone may write", "another user owns it"])
-def test_a_unit_that_others_could_have_written_is_absent_and_told_of_once(units, layout, caplog, place, how):
+def test_untrusted_unit_is_absent_with_one_warning(units, layout, caplog, place, how):
     units.put(UNIT, DATA, RECORD)
     path = layout.root / place
     if how == "everyone may write":
@@ -97,7 +97,7 @@ def test_a_unit_copied_under_another_key_is_absent(units, layout):
     assert units.find(other) is None
 
 
-def test_an_entry_shares_the_bytes_of_a_unit_on_the_disk(units, layout):
+def test_entry_shares_the_file_of_its_unit(units, layout):
     units.put(UNIT, DATA, RECORD)
     objects = ObjectStore(layout.entry_dir("cd" * 32))
     units.link_into(objects, UNIT, RECORD)
@@ -105,7 +105,7 @@ def test_an_entry_shares_the_bytes_of_a_unit_on_the_disk(units, layout):
     assert objects.path(RECORD.digest, RECORD.kind).samefile(units.artifact_path(UNIT, RECORD))
 
 
-def test_a_damaged_unit_never_reaches_an_entry(units, layout):
+def test_corrupt_unit_is_never_linked_into_an_entry(units, layout):
     units.put(UNIT, DATA, RECORD)
     path = units.artifact_path(UNIT, RECORD)
     path.chmod(0o600)
@@ -116,20 +116,20 @@ def test_a_damaged_unit_never_reaches_an_entry(units, layout):
     assert not objects.has(RECORD)
 
 
-def test_four_processes_compile_one_unit_once_between_them(cache_root, tmp_path, units):
+def test_concurrent_processes_compile_a_unit_once(cache_root, tmp_path, units):
     log = tmp_path / "log"
     run_beside(*[(compile_unit, (cache_root, log, 0.3))] * 4)
     assert log.read_text() == "compiled\n"
     assert units.find(UNIT) is not None
 
 
-def test_without_flock_they_may_all_compile_it_and_all_succeed(cache_root, tmp_path, units):
+def test_without_flock_concurrent_compiles_all_succeed(cache_root, tmp_path, units):
     log = tmp_path / "log"
     run_beside(*[(without_locks, (compile_unit, cache_root, log, 0.3))] * 3)
     assert units.find(UNIT) is not None
 
 
-def test_after_a_holder_was_killed_while_it_compiled_the_next_one_compiles(cache_root, tmp_path, units):
+def test_unit_of_a_killed_process_is_compiled_by_the_next(cache_root, tmp_path, units):
     log = tmp_path / "log"
     dying = SPAWN.Process(target=compile_unit, args=(cache_root, log, 0.2), kwargs={"die": True})
     dying.start()
@@ -142,7 +142,7 @@ def test_after_a_holder_was_killed_while_it_compiled_the_next_one_compiles(cache
     assert units.find(UNIT) is not None
 
 
-def test_a_put_killed_at_any_call_leaves_no_unit_or_a_whole_one(cache_root, units):
+def test_put_killed_at_any_syscall_leaves_no_unit_or_a_complete_one(cache_root, units):
     def put():
         units.put(UNIT, DATA, RECORD)
 
