@@ -135,13 +135,11 @@ def with_retries(session: requests.Session) -> requests.Session:
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    """Return the error that an HTTP client's error wraps; after retries it is only in the arguments.
+    """Return the error that an HTTP client's error wraps, as its cause or argument.
 
-    An `OSError` wraps nothing: its context is an unrelated exception that was being handled at the time.
+    Its context may be an unrelated exception that the program was handling at the time.
     """
-    if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
-        return None
-    candidates = (error.__cause__, error.__context__, *error.args)
+    candidates = (error.__cause__, *error.args)
     return next((inner for inner in candidates if isinstance(inner, (OSError, HTTPError, HTTPException))), None)
 
 

@@ -211,10 +211,13 @@ def listing(href: str, more: str = "", encoding: str = "utf-8") -> bytes:
         pytest.param({"GET": Answer(302, None, {"Location": "/elsewhere"})}, id="a redirection"),
     ],
 )
-def test_endless_response_is_not_held_in_memory(answers):
+def test_endless_response_is_not_held_in_memory(answers, tmp_path):
     with saying(**answers) as (url, sent):
-        with pytest.raises(RemoteError, match=r"more than 67108864 bytes|TooManyRedirects"):
-            list(open_store(url).list("entries"))
+        try:
+            (tmp_path / "nowhere").read_bytes()
+        except FileNotFoundError:  # handled by the caller, and not the cause of the store's error
+            with pytest.raises(RemoteError, match=r"more than 67108864 bytes|TooManyRedirects"):
+                list(open_store(url).list("entries"))
         assert sum(sent) < ENDLESS_BYTES / 2
 
 
