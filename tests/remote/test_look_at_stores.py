@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cache_maker import lay_entry
-from cli_harness import run
+from remote_cli import run
 from remote_servers import PASSWORD, FaultyServer, faulty
 
 from cgtool.toolkit.mirror import mirrored, remove_pruned

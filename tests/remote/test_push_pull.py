@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cache_maker import lay_entry
-from cli_harness import run
+from remote_cli import run
 from remote_servers import PASSWORD
 
 from cgtool.remote.entries import index_path, indexes

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
-from cli_harness import run
+from remote_cli import run
 from remote_servers import (
     FaultyServer,
     answers,

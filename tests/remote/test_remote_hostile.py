@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from cache_maker import lay_entry
-from cli_harness import run
+from remote_cli import run
 from remote_servers import FaultyServer, answering, for_s3, served
 
 pytest.importorskip("requests", reason="requests is not installed")

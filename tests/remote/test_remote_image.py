@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
-from cli_harness import forked, run
+from cli_harness import forked
+from remote_cli import run
 from remote_servers import registry
 
 from cgtool.store.layout import CacheLayout, RankName

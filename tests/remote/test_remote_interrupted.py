@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from cache_maker import lay_entry
-from cli_harness import COMMAND, Ran, environment, run
+from cli_harness import Ran
+from remote_cli import run, start
 from remote_servers import LOOPBACK, PASSWORD, USER, FaultyServer, faulty
 
 from cgtool.remote import http
@@ -64,16 +65,13 @@ def server(tmp_path: Path) -> Iterator[FaultyServer]:
 def interrupted(server: FaultyServer, signum: int, *arguments: object) -> Ran:
     """Run a command to the middle of a body, and send it a signal."""
     server.fault = held = Held()
-    words = [*COMMAND, *map(str, arguments)]
-    with subprocess.Popen(
-        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert held.begun.wait(60)
-        process.send_signal(signum)
-        out, err = process.communicate(timeout=25)  # less than a silent server is given
+    running = start(*arguments)
+    assert held.begun.wait(60)
+    os.kill(running.pid, signum)
+    ran = running.end(25)  # less than the limit for a silent server
     held.released.set()
     server.fault = lambda handler, data: False
-    return Ran(code=process.returncode, out=out, err=err)
+    return ran
 
 
 ENDS = {signal.SIGINT: (130, "Error: Interrupted. What"), signal.SIGTERM: (143, "Error: Ended by SIGTERM. What")}
@@ -173,13 +171,15 @@ def test_silent_bucket_can_be_interrupted(tmp_path, signum):
     with socket.create_server((LOOPBACK, 0)) as listening:
         listening.settimeout(60)
         endpoint = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
-        told = environment(
-            AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID=USER, AWS_SECRET_ACCESS_KEY=PASSWORD, AWS_REGION="us-east-1"
-        )
-        words = [*COMMAND, "pull", "s3://models/cgtool", "--trust", "--cache-dir", str(tmp_path)]
-        with subprocess.Popen(words, env=told, stderr=subprocess.PIPE, text=True) as process:
-            connection, _ = listening.accept()
-            with connection:
-                process.send_signal(signum)
-                _, err = process.communicate(timeout=25)
-    assert (process.returncode, said_once(err)) == ENDS[signum]
+        variables = {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": USER,
+            "AWS_SECRET_ACCESS_KEY": PASSWORD,
+            "AWS_REGION": "us-east-1",
+        }
+        running = start("pull", "s3://models/cgtool", "--trust", "--cache-dir", tmp_path, env=variables)
+        connection, _ = listening.accept()
+        with connection:
+            os.kill(running.pid, signum)
+            ran = running.end(25)
+    assert (ran.code, said_once(ran.err)) == ENDS[signum]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from bundle_maker import make_keys
 from cache_maker import lay_entry
-from cli_harness import run
+from remote_cli import run
 from remote_servers import PASSWORD, USER, faulty, registry
 
 from cgtool.store.layout import CacheLayout, RankName

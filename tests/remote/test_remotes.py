@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from cache_maker import LOOKUP, lay_entry
-from cli_harness import Ran, environment, forked, run
+from cli_harness import Ran, environment, forked
+from remote_cli import remote_server, run
 from remote_servers import FaultyServer, answers, deaf_port, faulty, of_files, other_bytes, reset, truncated
 
 from cgtool.errors import CacheMissError, CgtoolError, RemoteError
@@ -29,7 +28,7 @@ LOADING = """
 import sys
 sys.path.insert(0, {folder!r})
 import cgtool, tiny_llama, torch
-spec = tiny_llama.build()
+spec = tiny_llama.build(num_layers=1)
 with torch.no_grad():
     print(tuple(cgtool.load(spec.module)(*spec.calls[0].args).shape), "cgtool.remote" in sys.modules)
 """
@@ -40,7 +39,7 @@ from pathlib import Path
 sys.path.insert(0, {folder!r})
 import cgtool, tiny_llama, torch
 from cgtool.errors import RemoteError
-spec = tiny_llama.build()
+spec = tiny_llama.build(num_layers=1)
 store, down, root = sys.argv[1:]
 for more in ({{"remote_readonly": True}}, {{"remote": [down], "remote_required": True}}, {{}}):
     config = cgtool.CompilationConfig(**{{"adaptor": "eager", "remote": [store, down]}} | more)
@@ -67,7 +66,6 @@ def find():
     if not layout.manifest_file(RankName(hash=hash_, rank=0, prefix="backbone")).exists():
         raise CacheMissError("a miss")
     return True
-sys.stdin.read()
 remotes = Remotes(layout, [url], trust=TrustPolicy())
 assert remotes.find(find, lookup, lambda key: True, rank=0, prefix="backbone")
 """
@@ -112,11 +110,10 @@ def test_entry_that_does_not_fit_is_not_pulled(entry, server, tmp_path):
 
 
 def test_concurrent_processes_download_an_entry_once(entry, server: FaultyServer, tmp_path):
-    command = [sys.executable, "-c", ASKING, str(tmp_path / "new"), server.url, entry, LOOKUP]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment()) for _ in range(10)]
-    for child in children:
-        child.stdin.close()
-    assert [child.wait(120) for child in children] == [0] * 10
+    (tmp_path / "asking.py").write_text(ASKING)
+    command = [str(tmp_path / "asking.py"), tmp_path, environment(), [str(tmp_path / "new"), server.url, entry, LOOKUP]]
+    children = [remote_server().start(*command) for _ in range(10)]
+    assert [child.end(120).code for child in children] == [0] * 10
     fetched = server.fetched("/artifacts/")
     assert len(fetched) == len(set(fetched)) == len(list((tmp_path / "store/artifacts").iterdir()))
 
@@ -200,12 +197,13 @@ def test_store_is_used_again_after_its_suspension(entry, tmp_path):
 
 @pytest.mark.torch
 def test_model_warmed_on_one_machine_loads_on_the_next(tmp_path):
-    store, model = (tmp_path / "store").as_uri(), f"{FIXTURE}:build"
-    warmed = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "a", "--remote", store, "--json")
+    store = (tmp_path / "store").as_uri()
+    asked = ["warm", f"{FIXTURE}:build", "--arg", "num_layers=1", "--adaptor", "eager", "--remote", store, "--json"]
+    warmed = run(*asked, "--cache-dir", tmp_path / "a")
     assert warmed.code == 0, warmed.err
     runs = [python(LOADING, CGTOOL_CACHE_DIR=str(tmp_path / "b"), CGTOOL_REMOTE=store) for _ in range(2)]
     assert [done.out.split()[-1] for done in runs] == ["True", "False"]  # what is there needs no store
-    again = run("warm", model, "--adaptor", "eager", "--cache-dir", tmp_path / "c", "--remote", store, "--json").report
+    again = run(*asked, "--cache-dir", tmp_path / "c").report
     assert (again["hit"], again["hash"]) == (True, warmed.report["hash"])
 
 
