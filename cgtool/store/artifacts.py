@@ -182,7 +182,8 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     def files(self, stem: str) -> dict[str, bytes]:
         """Return all members except the native code, by the names that a loader expects beside `stem` + ".so"."""
-        files = {f"{stem}_metadata.json": _json(self.metadata), **self.kernels}
+        metadata = json.dumps(dict(sorted(self.metadata.items()))).encode()
+        files = {f"{stem}_metadata.json": metadata, **self.kernels}
         return files if self.extern is None else {**files, f"{stem}.json": self.extern}
 
 
@@ -320,7 +321,3 @@ def _metadata(data: bytes) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ArtifactError(f"The metadata of a package does not map names to strings. {_REMEDY}", actual=metadata)
     return metadata
-
-
-def _json(value: Mapping[str, str]) -> bytes:
-    return json.dumps(dict(sorted(value.items()))).encode()

@@ -30,11 +30,8 @@ _PLAIN_NAME = r"[A-Za-z0-9_./:-]+"
 _SHOWN_CHARACTERS = 80
 
 
-class _Absent:
-    """Marks a value that one side does not have; None would be ambiguous, because it is valid JSON."""
-
-
-_ABSENT = _Absent()
+#: Marks a value that one side does not have; None would be ambiguous, because it is valid JSON.
+_ABSENT: Any = object()
 
 
 class FactorDifference(msgspec.Struct, frozen=True, kw_only=True):

@@ -253,7 +253,10 @@ class Manifest(Sealed, frozen=True, kw_only=True, tag="manifest-3"):
         """
         merged = {row.place: row for row in (*self.rows, *rows)}
         by_place = {fallback.place: fallback for fallback in (*self.fallbacks, *fallbacks)}
-        kept = sorted((row for row in merged.values() if not _is_superseded(row, by_place)), key=_row_order)
+        kept = sorted(
+            (row for row in merged.values() if not _is_superseded(row, by_place)),
+            key=lambda row: (row.variant, shape_order(row.shape), row.piece_index, row.adaptor, row.tuned),
+        )
         return replace(self, rows=tuple(kept), fallbacks=tuple(by_place[place] for place in sorted(by_place)))
 
     def row(self, *, variant: int, shape: Shape, piece_index: int, adaptor: str, tuned: bool) -> Row | None:
@@ -296,10 +299,6 @@ def _is_superseded(row: Row, fallbacks: Mapping[tuple[int, int, str], Fallback])
         return True
     fallback = fallbacks.get((row.variant, row.piece_index, shape_text(row.shape)))
     return fallback is not None and fallback.adaptor != row.adaptor
-
-
-def _row_order(row: Row) -> tuple[Any, ...]:
-    return row.variant, shape_order(row.shape), row.piece_index, row.adaptor, row.tuned
 
 
 class Factor(msgspec.Struct, frozen=True, kw_only=True):

@@ -257,8 +257,10 @@ def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> E
         raise refused("missing_member", "is missing", member=key_name)
     with _parse_errors_as_refusals(key_name, "corrupt_key"):
         key = parse_key(_read_record(layout, key_name), path=layout.root / key_name, hash_=hash_)
-    names = sorted(_rank_names(hash_, by_path.values()), key=lambda name: (name.rank, name.prefix))
-    ranks = [_check_rank(layout, name, by_path) for name in names]
+    places = {(place.rank, place.prefix) for member in by_path.values() if (place := member.place).rank is not None}
+    ranks = [
+        _check_rank(layout, RankName(hash=hash_, rank=rank, prefix=prefix), by_path) for rank, prefix in sorted(places)
+    ]
     if not ranks:
         raise refused("missing_member", "is missing", member=f"{base}/rank_0")
     manifests = tuple(manifest for manifest, _ in ranks)
@@ -274,11 +276,6 @@ def check_entry(layout: CacheLayout, hash_: str, members: Iterable[Member]) -> E
         _check_origins(layout.root / folder, folder, manifest, plan)
     pickles = tuple(name for name in sorted(artifacts) if by_path[name].place.kind in PICKLE_KINDS)
     return EntryContent(hash=hash_, key=key, manifests=manifests, pickles=pickles)
-
-
-def _rank_names(hash_: str, members: Iterable[Member]) -> set[RankName]:
-    places = [member.place for member in members]
-    return {RankName(hash=hash_, rank=p.rank, prefix=p.prefix) for p in places if p.rank is not None}
 
 
 def _check_rank(layout: CacheLayout, name: RankName, by_path: Mapping[str, Member]) -> tuple[Manifest, Plan]:
