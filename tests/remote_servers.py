@@ -1,4 +1,4 @@
-"""Real stores on loopback, each started by the test that asks for one, and a server that fails as it is told."""
+"""Real stores on the loopback interface, started per test, and a server with injectable faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import pytest
 
 LOOPBACK = "127.0.0.1"
 USER, PASSWORD = "ann", "s3cret-word"
-#: The password as docker-registry wants it: by bcrypt, with the least work.
+#: The password for docker-registry, hashed by bcrypt with the minimum cost.
 HASHED = "$2b$04$abcdefghijklmnopqrstuuzQDw2v3CQSMowG.sq3X.nH1lfmlmQMW"
 NGINX = """
 daemon off; worker_processes 1; pid {root}/pid; error_log {root}/error.log;
@@ -43,7 +43,7 @@ http {{
 """
 
 
-#: Serve on a port that the system chooses, and say which: a process each, so that their warnings are not the tests'.
+#: Programs that serve on a free port and print it; separate processes, so that their warnings do not fail tests.
 WEBDAV = """
 import json, sys
 from cheroot import wsgi
@@ -65,13 +65,13 @@ threading.Event().wait()
 
 @contextlib.contextmanager
 def webdav(folder: Path, *, password: bool = False, address: str = LOOPBACK, within: str = "") -> Iterator[str]:
-    """WsgiDAV behind Cheroot; yields its URL, with user and password where it asks for them.
+    """Run WsgiDAV on Cheroot; yield its URL, including credentials if required.
 
     Args:
-        folder: What it serves.
-        password: Whether it asks for one.
-        address: Where it listens.
-        within: The network namespace that has this address; "": this one.
+        folder: The folder to serve.
+        password: Whether to require a password.
+        address: The address to listen on.
+        within: The network namespace of this address; "" for the current one.
     """
     for name in ("requests", "wsgidav", "cheroot"):
         pytest.importorskip(name, reason=f"{name} is not installed")
@@ -89,7 +89,7 @@ def webdav(folder: Path, *, password: bool = False, address: str = LOOPBACK, wit
 
 @contextlib.contextmanager
 def nginx(folder: Path) -> Iterator[str]:
-    """Nginx with its own DAV module, which knows no PROPFIND: what it holds is found by its pages of links."""
+    """Run nginx with its own DAV module, which does not support PROPFIND: folders are listed by index pages."""
     pytest.importorskip("requests", reason="requests is not installed")
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
@@ -107,7 +107,7 @@ def nginx(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Moto's S3; the variables of AWS' tools lead to it."""
+    """Run Moto's S3 server, and point the variables of the AWS tools to it."""
     for name in ("moto", "flask", "obstore"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     with _says_its_port(S3) as port:
@@ -119,7 +119,7 @@ def s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def for_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Let the variables of AWS' tools lead to a server."""
+    """Point the variables of the AWS tools to a server."""
     patch.setenv("AWS_ENDPOINT_URL", endpoint)
     patch.setenv("AWS_ALLOW_HTTP", "true")
     patch.setenv("AWS_ACCESS_KEY_ID", USER)
@@ -129,7 +129,7 @@ def for_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 @contextlib.contextmanager
 def registry(folder: Path, *, password: bool = False) -> Iterator[str]:
-    """docker-registry over a folder; yields the URL of a tag, without user and password."""
+    """Run docker-registry on a folder; yield the URL of a tag, without credentials."""
     pytest.importorskip("oras", reason="oras is not installed")
     program = shutil.which("docker-registry")
     if program is None:
@@ -159,7 +159,7 @@ def _says_its_port(program: str, *arguments: str, within: str = "") -> Iterator[
 
 @contextlib.contextmanager
 def _on_a_port(command: Callable[[int], list[str]], page: str) -> Iterator[int]:
-    """Run a server that must be told its port; where another process took that meanwhile, on the next."""
+    """Run a server on an unused port; retry with another if the port was taken in the meantime."""
     for _ in range(5):
         port = unused_port()
         started = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -184,7 +184,7 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
 
 
 def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until a server answers; False where its process ended."""
+    """Wait until a server responds; return False if its process ended."""
     while process.poll() is None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
@@ -197,17 +197,17 @@ def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
     return process.poll() is None
 
 
-#: Answers a request in place of the file, or returns False.
+#: Handles a request instead of the server, or returns False.
 Fault = Callable[[BaseHTTPRequestHandler, bytes], bool]
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """Serves a folder by plain GET, HEAD and PUT, with an index of each folder; `fault` has the first word.
+    """Serves a folder by plain GET, HEAD and PUT, with an index page for each folder, unless `fault` handles a request.
 
     Attributes:
         hidden: Names that are not listed (yet).
-        fault: Asked of each GET and HEAD with the bytes of the file, and of each PUT, whose body is not read yet.
-        requests: (method, path) of each that came.
+        fault: Called for each GET and HEAD with the bytes of the file, and for each PUT before its body is read.
+        requests: (method, path) of each request.
     """
 
     daemon_threads = True
@@ -221,17 +221,17 @@ class FaultyServer(ThreadingHTTPServer):
         self.url = f"http://{LOOPBACK}:{self.server_address[1]}"
 
     def fetched(self, part: str) -> list[str]:
-        """The paths of GET requests that hold `part`, in order; folders that were listed are left out."""
+        """Return the paths of GET requests for files that contain `part`, in order."""
         gets = [path for method, path in self.requests if method == "GET" and part in path]
         return [path for path in gets if not path.endswith("/")]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a connection that was broken on purpose."""
+        """Do not report connections that were broken on purpose."""
 
 
 class _FaultyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are two packets: each answer would wait for 40 ms
+    disable_nagle_algorithm = True  # headers and body are two packets: each response would be delayed by 40 ms
     server: FaultyServer
 
     def do_GET(self) -> None:
@@ -266,7 +266,7 @@ class _FaultyHandler(BaseHTTPRequestHandler):
         self.answer(b"", 201)
 
     def sent(self) -> bytes:
-        """The body of the request, all of which is read before an answer, for else that may not be read."""
+        """Return the body of the request; it must be read before responding, or the client may not see the response."""
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_PROPFIND(self) -> None:
@@ -282,11 +282,11 @@ class _FaultyHandler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def reset(handler: BaseHTTPRequestHandler, data: bytes) -> None:
-    """Send half of a body, and end the connection as a server does that is killed."""
+    """Send half of a body and reset the connection, like a server that is killed."""
     start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
     handler.send_response(206 if start else 200)
     handler.send_header("Content-Length", str(len(data) - start))
@@ -308,7 +308,7 @@ def answers(status: int) -> Callable[[BaseHTTPRequestHandler, bytes], None]:
 
 
 def cut(handler: BaseHTTPRequestHandler, _data: bytes) -> None:
-    """End the connection in the midst of a body that is sent."""
+    """Reset the connection after receiving half of a body."""
     handler.rfile.read(int(handler.headers["Content-Length"]) // 2)
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     handler.connection.close()
@@ -335,11 +335,11 @@ def of_files(
     times: int | None = None,
     method: str = "GET",
 ) -> Fault:
-    """Let a fault befall requests of URLs that hold one of `parts`, each time or the first so many times."""
+    """Apply a fault to requests for URLs that contain one of `parts`, always or only the first `times` times."""
     left = itertools.count() if times is None else iter(range(times))
     lock = threading.Lock()
 
-    def befall(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
+    def apply(handler: BaseHTTPRequestHandler, data: bytes) -> bool:
         if handler.command != method or not any(part in handler.path for part in parts):
             return False
         with lock:
@@ -348,18 +348,18 @@ def of_files(
         fault(handler, data)
         return True
 
-    return befall
+    return apply
 
 
 @contextlib.contextmanager
 def faulty(folder: Path) -> Iterator[FaultyServer]:
-    """A folder behind a server that fails as it is told."""
+    """Serve a folder with injectable faults."""
     with served(FaultyServer(folder)) as server:
         yield server
 
 
 def answering(answer: Callable[[Any], None]) -> type[BaseHTTPRequestHandler]:
-    """What handles each request as `answer` does."""
+    """Return a handler class that handles every request with `answer`."""
 
     class Answering(_FaultyHandler):
         do_GET = do_HEAD = do_PUT = do_PROPFIND = answer  # noqa: N815 - the names of the base class
@@ -369,7 +369,7 @@ def answering(answer: Callable[[Any], None]) -> type[BaseHTTPRequestHandler]:
 
 @contextlib.contextmanager
 def served(server: FaultyServer) -> Iterator[FaultyServer]:
-    """A server at work."""
+    """Run a server in a thread."""
     with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -382,7 +382,7 @@ def served(server: FaultyServer) -> Iterator[FaultyServer]:
 
 @contextlib.contextmanager
 def refusing(status: int, body: bytes) -> Iterator[str]:
-    """A server that has one answer to everything; yields its URL."""
+    """Run a server with one response to everything; yield its URL."""
 
     class Refusing(_FaultyHandler):
         def do_GET(self) -> None:
@@ -404,13 +404,13 @@ def refusing(status: int, body: bytes) -> Iterator[str]:
 
 @contextlib.contextmanager
 def deaf_port() -> Iterator[int]:
-    """A port of loopback that refuses all connections, and that no other process takes meanwhile."""
+    """Yield a port that refuses all connections and is reserved for the test."""
     with socket.socket() as bound:
         bound.bind((LOOPBACK, 0))
         yield bound.getsockname()[1]
 
 
 def unused_port() -> int:
-    """A port of loopback on which nobody listens."""
+    """Return a port on which nobody listens."""
     with socketserver.TCPServer((LOOPBACK, 0), socketserver.BaseRequestHandler) as server:
         return int(server.server_address[1])

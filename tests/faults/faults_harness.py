@@ -1,6 +1,6 @@
-"""What is done to a cache while its disk fails: each action, the cache that it begins with, and what must hold then.
+"""Actions on a cache whose disk fails, the caches that they start with, and checks of the result.
 
-Everything lies in one folder: `cache`, a `bundle` to import, and what is exported; or a `damaged` cache. No torch here.
+Everything is in one folder: `cache`, a `bundle` to import, and exports; or a `damaged` cache. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from cgtool.toolkit.verify.checks import check_entries, check_units
 from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.run import verify
 
-#: Exit code of a process in which an action raised what is documented.
+#: Exit code of a process in which an action raised a documented error.
 TOLD = 3
-#: The entry that is looked up; the others are those of numbers.
+#: The seed of the entry that is looked up.
 LOOKED_UP = 7
 
 
 def lay_start(folder: Path, name: str) -> None:
-    """Lay what an action begins with."""
+    """Create the files that an action starts with."""
     folder.mkdir()
     (folder / "out").write_text("old")
     if name == "repair":
@@ -56,7 +56,7 @@ def lay_start(folder: Path, name: str) -> None:
 
 
 def lay_damaged(layout: CacheLayout) -> None:
-    """Lay a cache in which each kind of file is damaged, all of which is mended without a compiler."""
+    """Create a cache in which each kind of file is damaged but can be repaired without a compiler."""
     pieces = ("own", "both", "forgotten")
     name, _, headless = (lay(layout.root, 1, rank=rank, pieces=pieces) for rank in range(3))
     keyless = lay(layout.root, 2, pieces=("both",))
@@ -71,13 +71,13 @@ def lay_damaged(layout: CacheLayout) -> None:
         next(layout.units_dir.glob(f"*/*/{both}.eager")),
         next(layout.units_dir.glob(f"*/*/{forgotten}.eager")).with_name(UNIT_FILE),
     ):
-        path.unlink(missing_ok=True)  # what was linked to it stays as it is
+        path.unlink(missing_ok=True)  # keeps its hard links intact
         path.write_bytes(b"x")
     next(layout.lookup_dir.glob(f"*/{name.hash}")).unlink()
 
 
 def publish(folder: Path) -> None:
-    """Publish a new entry with a unit of its own and one that is there, and another entry anew."""
+    """Publish a new entry with one new and one existing unit, and republish another entry."""
     lay(folder / "cache", 3, pieces=("own", "both"))
     lay_entry(folder / "cache", seed=LOOKED_UP, say="2")
 
@@ -98,7 +98,7 @@ def export_file(folder: Path) -> None:
 
 
 def export_folder(folder: Path) -> None:
-    shutil.rmtree(folder / "layer", ignore_errors=True)  # that of the time before
+    shutil.rmtree(folder / "layer", ignore_errors=True)  # from a previous run
     export(dest=folder / "layer", cache_dir=folder / "other", folder=True, choice=Choice(everything=True))
 
 
@@ -133,7 +133,7 @@ def inspect_all(folder: Path) -> None:
 
 
 def look_up(folder: Path) -> None:
-    """What a load does with a cache."""
+    """Access a cache like a load."""
     layout = CacheLayout(root=folder / "cache")
     hash_ = next(LookupStore(layout).candidates(LOOKUP))
     (name,) = layout.rank_names(hash_)
@@ -145,7 +145,7 @@ def look_up(folder: Path) -> None:
     StateStore(layout).record_hit(name)
 
 
-#: Those that write come first: of a sample four that follow each other have four errors of a kind of call.
+#: Actions that write come first, so that the sampled test covers all four errors of each kind of call among them.
 ACTIONS: dict[str, Callable[[Path], None]] = {
     "publish": publish,
     "prune": prune_two,
@@ -160,18 +160,18 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
 
 
 def state(folder: Path) -> dict[str, object]:
-    """What readers make of everything in the folder."""
+    """Return everything in the folder as readers see it."""
     found = dict(view(folder / "cache"))
     if (folder / "layer").exists():
         found["layer"] = tree(folder / "layer")
     found["out"] = (folder / "out").read_bytes()
-    # `view` reads no damaged cache. What its owner said of it, and what nobody opens, is no part of it.
+    # `view` cannot read a damaged cache. Ignore its state folder and temporary files.
     kept = {name: what for name, what in tree(folder / "damaged").items() if "/state" not in name and "/." not in name}
     return {**found, **kept}
 
 
 def wrong_in(folder: Path) -> list[str]:
-    """What `verify` finds wrong."""
+    """Return the problems that `verify` finds."""
     layout = CacheLayout(root=folder / "cache")
     hasher = Hasher()
     found = [p for entry in check_entries(layout, layout.hashes(), hasher) for p in entry.problems]
@@ -179,7 +179,7 @@ def wrong_in(folder: Path) -> list[str]:
 
 
 def told(action: Callable[[Path], None], folder: Path) -> None:
-    """Run an action; end with TOLD and the sentence where it raises what is documented."""
+    """Run an action; exit with TOLD and the message if it raises a documented error."""
     try:
         action(folder)
     except CgtoolError as error:

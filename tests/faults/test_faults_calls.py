@@ -1,4 +1,4 @@
-"""Each system call by which an action touches its files fails once: it is a sentence, nothing is lost, nothing half."""
+"""Each system call of an action fails once: the error is reported and the cache stays consistent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from faults_harness import ACTIONS, TOLD, lay_start, state, told, wrong_in
 from syscalls import ALL, CHANGES, Call, calls_of, copy_anew, ended_of, failed_at
 
-#: What takes bytes that are to be on the disk, by a descriptor that was granted.
+#: Calls that write to an open descriptor.
 BYTES = ("write", "pwrite64", "writev", "sendfile", "copy_file_range", "ftruncate", "fallocate", "fsync", "fdatasync")
 
 Fault = tuple[Call, str]
 
 
 def errors_of(call: Call) -> tuple[str, ...]:
-    """The errors that a call can give."""
+    """Return the errors that a call can fail with."""
     if call.name == "openat":
         of_writing = ("EROFS",) if re.search("O_CREAT|O_RDWR|O_WRONLY", call.text) else ()
         of_making = ("ENOSPC",) if "O_CREAT" in call.text else ()
@@ -33,7 +33,7 @@ def errors_of(call: Call) -> tuple[str, ...]:
 
 
 def one_of_each(faults: list[Fault], *, turn: int) -> list[Fault]:
-    """Return a fault of each kind of call; its error changes from turn to turn."""
+    """Return a fault for each kind of call, with an error that depends on the turn."""
     kinds: dict[tuple[str, tuple[str, ...]], list[Call]] = {}
     for call, _ in faults:
         kinds.setdefault((call.name, errors_of(call)), []).append(call)
@@ -42,7 +42,7 @@ def one_of_each(faults: list[Fault], *, turn: int) -> list[Fault]:
 
 
 def half(before: dict[str, object], after: dict[str, object], now: dict[str, object]) -> list[str]:
-    """What is neither as before nor as after."""
+    """Return the parts that match neither the state before nor the one after."""
     return [part for part in {*before, *after, *now} if now.get(part) not in (before.get(part), after.get(part))]
 
 
@@ -52,7 +52,7 @@ def test_failed_syscall_is_reported_and_leaves_the_cache_consistent(tmp_path: Pa
     start, work, action = tmp_path / "start", tmp_path / "work", ACTIONS[name]
     lay_start(start, name)
     copy_anew(start, work)
-    action(work)  # what it imports is imported from here on: the calls of that would be counted
+    action(work)  # completes its imports, whose calls would be counted
     before, after = state(start), state(work)
     assert wrong_in(work) == []
     copy_anew(start, work)

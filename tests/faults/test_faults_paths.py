@@ -1,4 +1,4 @@
-"""What cannot even be looked at is a sentence for who calls a command's function, too."""
+"""Paths that cannot be accessed are errors of the public functions, too."""
 
 from __future__ import annotations
 

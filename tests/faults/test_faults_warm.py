@@ -1,4 +1,4 @@
-"""A warm of a real model killed at any call that changes its cache, and a load of which one call fails."""
+"""A warm that is killed at any system call, and a load in which one fails."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serves(folder: Path) -> bool:
 def test_warm_killed_at_any_syscall_leaves_no_entry_or_a_complete_one(tmp_path: Path, stride: int) -> None:
     (tmp_path / "start").mkdir()
     work = tmp_path / "work"
-    # What it imports is imported from here on: the calls of that would be counted.
+    # Complete the imports, whose calls would be counted.
     warmed(work)
     loads(work)
     there = []

@@ -1,4 +1,4 @@
-"""`inspect cache`, `verify`, `diff` and `prune` look at a store as at a folder, and fetch no artifact without need."""
+"""`inspect cache`, `verify`, `diff` and `prune` on a store, without needless downloads of artifacts."""
 
 from __future__ import annotations
 

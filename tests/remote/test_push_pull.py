@@ -1,4 +1,4 @@
-"""Entries travel through every kind of store, whole or not at all."""
+"""Push and pull with every kind of store."""
 
 from __future__ import annotations
 

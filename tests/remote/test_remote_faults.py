@@ -1,4 +1,4 @@
-"""A store that fails: a sentence, nothing half, nothing wrong; and what passes is tried again."""
+"""Failing stores: errors are reported, nothing is left incomplete, and transient errors are retried."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from cgtool.remote.stores import open_store, stream
 from cgtool.store.bundle_index import Limits, parse_index
 from cgtool.store.layout import CacheLayout
 
-#: Longer than what one connection takes at once.
+#: More than the socket buffers of a connection hold.
 NATIVE_BYTES = 300_000
 MANIFEST = "v2/team/models/manifests/v1"
 
 
 class Pushed(NamedTuple):
-    """A folder that is a store once it is served, and the hash of its one entry."""
+    """A folder to be served as a store, and the hash of its only entry."""
 
     folder: Path
     hash: str
     is_registry: bool = False
 
     def urls(self, part: str) -> list[str]:
-        """What the URLs hold of files whose names hold `part`."""
+        """Return parts of the URLs of files whose names contain `part`."""
         if not self.is_registry or part.startswith("/v2/"):
             return [part]
         layers = json.loads((self.folder / MANIFEST).read_bytes())["layers"]
@@ -220,7 +220,7 @@ def test_a_signed_entry_stays_signed_and_a_changed_one_is_refused(tmp_path):
     assert run("push", store.as_uri(), "--cache-dir", tmp_path / "cache", "--sign", private).code == 0
     asked = ("pull", store.as_uri(), "--any-machine", "--require-signature", public, "--json", "--cache-dir")
     assert run(*asked, tmp_path / "b").report["entries"][0]["outcome"] == "new"
-    # What came signed is handed on signed.
+    # A push of a signed import keeps its signature.
     assert run("push", (tmp_path / "next").as_uri(), "--cache-dir", tmp_path / "b").code == 0
     assert len(list((tmp_path / "next").rglob("*.bundle.sig"))) == 1
     [signature] = (store / "entries" / hash_).glob("*.bundle.sig")
@@ -242,7 +242,7 @@ def test_last_push_to_a_tag_wins_and_readers_see_complete_entries(tmp_path):
         assert sum(len(_whole(open_store(url), hash_)) for hash_ in hashes) >= 1
         again = [run("push", url, "--cache-dir", one, "--json") for one in machines]
         assert [ran.code for ran in again] == [0, 0]
-        for ran in again:  # whose push changed something is told, once
+        for ran in again:  # only a push that changes something warns, once
             [entry] = ran.report["entries"]
             assert len(ran.report["warnings"]) == (entry["outcome"] == "pushed")
         assert [len(_whole(open_store(url), hash_)) for hash_ in hashes] == [1, 1]
@@ -269,7 +269,7 @@ def test_reader_sees_no_entry_or_a_complete_one_during_concurrent_pushes(tmp_pat
 
 
 def _whole(store, hash_: str) -> list[RemoteBundle]:
-    """The bundles of an entry that a reader sees, all of whose members must be there."""
+    """Return the bundles of an entry that a reader sees, after checking that all members are present."""
     found = [open_bundle(store, hash_, digest) for digest in indexes(store, hash_).get(hash_, ())]
     bundles = [bundle for bundle in found if bundle is not None]
     for bundle in bundles:

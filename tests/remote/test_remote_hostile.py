@@ -1,4 +1,4 @@
-"""A server that says what no server should: a sentence, soon, and without holding all that it sends."""
+"""Misbehaving servers: errors are reported in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from cgtool.store.trust import TrustPolicy
 
 HASH = "5" * 64
 NINES, NO_HOST = "9" * 5000, f"http://{'a' * 300}/"
-#: What a server sends that has no end, unless nobody listens any more.
+#: The size of an "endless" response, unless the client closes the connection.
 ENDLESS_BYTES = 2**30
 CHUNK = bytes(2**20)
 
 
 class Answer(NamedTuple):
-    """What a server has to say to a method: a status, headers, and a body; None: one without end."""
+    """A server's response to a method: status, body (None for an endless one) and headers."""
 
     status: int
     body: bytes | None
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 @contextlib.contextmanager
 def saying(**answers: Answer) -> Iterator[tuple[str, list[int]]]:
-    """A server with an answer for each method; yields its URL and, as they are sent, the sizes of endless bodies."""
+    """Run a server with a response for each method; yield its URL and a list of the sizes of sent chunks."""
     sent: list[int] = []
 
     def answer(handler) -> None:
@@ -119,7 +119,7 @@ def test_too_slow_server_times_out(start, each, said):
 @pytest.mark.parametrize(
     ("start", "each", "silence_secs", "said"),
     [
-        # Bytes that come too slowly are not silence, however busy the machine: the limit of silence is out of reach.
+        # The silence limit must not trigger, however busy the machine is.
         pytest.param(
             OF_A_BUCKET + b"Content-Length: 999\r\n\r\n", b"x", 60, "too slow: received [0-9]+ bytes", id="a body"
         ),
@@ -168,7 +168,7 @@ def test_bundle_larger_than_the_limit_is_cut_off(tmp_path):
 
 
 def test_signed_url_is_used_unchanged_and_its_query_is_never_shown(tmp_path):
-    """As S3 signs them: for one method and one object, with the query."""
+    """S3 signs URLs for one method and one object, in the query."""
     query, stored = "X-Amz-Credential=a/b%2Fc&X-Amz-Signature=s3cret", {}
 
     def answer(handler) -> None:
@@ -351,6 +351,6 @@ def test_too_large_unit_is_compiled_locally(tmp_path, caplog):
     artifact = Artifact(digest="b" * 64, kind="pt2", size_bytes=2**40, compile_secs=1.0, kernels=1)
     (store / "units" / key).write_bytes(seal(Unit(key=key, artifact=artifact)))
     with (store / "artifacts" / artifact.file).open("wb") as file:
-        file.truncate(artifact.size_bytes)  # takes no room
+        file.truncate(artifact.size_bytes)  # sparse
     assert remotes.unit(key, origin) is None
     assert "is listed with 1099511627776 bytes" in caplog.text

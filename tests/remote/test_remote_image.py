@@ -1,4 +1,4 @@
-"""A container image of a cache: what a build copies out of it serves as a cache, and images share what is equal."""
+"""Container images of caches: the copied folder is a cache, and images share layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A push or a pull that is interrupted, or whose disk is full: one sentence, nothing half, and another try is whole."""
+"""Interrupted pushes and pulls, and full disks: one error, nothing incomplete, and a retry succeeds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from cgtool.remote.stores import open_store
 from cgtool.store.layout import CacheLayout
 from cgtool.toolkit.remote import pull
 
-#: More than what connections take at once, and all artifacts together more than the small disk.
+#: More than the socket buffers of a connection hold; all artifacts together exceed the small disk.
 NATIVE_BYTES = 300_000
 
 
 class Held:
-    """A fault: the first artifact that travels stops half way until it is released."""
+    """A fault: the transfer of the first artifact stops half way until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.released = threading.Event(), threading.Event()
@@ -79,7 +79,7 @@ signals = pytest.mark.parametrize("signum", ENDS)
 
 
 def said_once(text: str) -> str:
-    """The first words of the only line that was said."""
+    """Return the beginning of the only line of output."""
     [line] = text.strip().splitlines()
     return line.partition(" was ")[0]
 
@@ -126,7 +126,7 @@ def test_interrupted_pull_leaks_no_descriptor(cache, server, tmp_path):
 
 
 def descriptors() -> set[str]:
-    """The files that this process has open; connections, which a session keeps for the next request, are left out."""
+    """Return the files that this process has open, without connections, which a session keeps for later requests."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -135,12 +135,12 @@ def descriptors() -> set[str]:
 
 
 def waits(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
+    """Wait until a condition is true."""
     for _ in range(600):
         if holds():
             return
         time.sleep(0.05)
-    pytest.fail("it does not come to hold")
+    pytest.fail("the condition did not become true")
 
 
 def test_full_disk_is_reported_and_nothing_is_installed(cache, server, small_disk, tmp_path):
@@ -159,7 +159,7 @@ def test_slow_upload_does_not_time_out(server, monkeypatch):
         return False
 
     server.fault = slow
-    body = bytes(16 * 2**20)  # more than what lies between two processes
+    body = bytes(16 * 2**20)  # more than the socket buffers hold
     store = open_store(server.url)
     store.put("one", body)
     assert (store.size("one"), [method for method, _ in server.requests]) == (len(body), ["PUT", "HEAD"])

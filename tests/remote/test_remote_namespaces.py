@@ -1,4 +1,4 @@
-"""Two hosts, each a network namespace: what one pushes the other pulls, and what comes of it when the link is down."""
+"""Two hosts in separate network namespaces share entries, with the link up and down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tag of a registry is a store whose layers others can pull: the folder that they get serves as a cache."""
+"""Registry tags as stores, whose layers other tools can pull as a cache."""
 
 from __future__ import annotations
 

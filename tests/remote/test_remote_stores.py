@@ -1,4 +1,4 @@
-"""Each kind of store does the same: a folder, WebDAV with PROPFIND and without, and a bucket."""
+"""The interface of stores, for each kind: folder, WebDAV, plain HTTP, bucket and registry."""
 
 from __future__ import annotations
 

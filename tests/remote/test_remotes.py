@@ -1,4 +1,4 @@
-"""A process that was told of stores: what it takes from them, what it hands on, and how it does without them."""
+"""Configured stores: what a process reads from them, adds to them, and does when they fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cgtool.store.records import read_manifest
 from cgtool.store.trust import TrustPolicy
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/tiny_llama.py"
-#: Loads the model of the fixture and calls it; prints how often a store was asked for the client that it needs.
+#: Loads the model of the fixture and calls it; prints whether remote stores were used.
 LOADING = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -32,7 +32,7 @@ spec = tiny_llama.build(num_layers=1)
 with torch.no_grad():
     print(tuple(cgtool.load(spec.module)(*spec.calls[0].args).shape), "cgtool.remote" in sys.modules)
 """
-#: Compiles it for a store that may only be read, for one that must work, and for all, and ends at once.
+#: Compiles it with a read-only store, with a required store that is down, and with both stores optional.
 COMPILING = """
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ for more in ({{"remote_readonly": True}}, {{"remote": [down], "remote_required":
     except RemoteError:
         print("RemoteError")
 """
-#: Asks for an entry as a load does, without torch.
+#: Looks for an entry like a load, without torch.
 ASKING = """
 import sys
 from pathlib import Path
@@ -73,7 +73,7 @@ assert remotes.find(find, lookup, lambda key: True, rank=0, prefix="backbone")
 
 @pytest.fixture
 def entry(tmp_path):
-    """The hash of an entry of the store in `tmp_path / "store"`."""
+    """Return the hash of an entry in the store `tmp_path / "store"`."""
     hash_ = lay_entry(tmp_path / "cache", seed=7)
     assert run("push", (tmp_path / "store").as_uri(), "--cache-dir", tmp_path / "cache").code == 0
     return hash_
@@ -86,7 +86,7 @@ def server(entry, tmp_path):
 
 
 def find(layout: CacheLayout, url: str, hash_: str, *, required: bool = False) -> bool | None:
-    """Ask for an entry as a load does that missed."""
+    """Look for an entry like a load that missed."""
 
     def look() -> bool:
         if not layout.manifest_file(RankName(hash=hash_, rank=0, prefix="backbone")).exists():
@@ -176,7 +176,7 @@ def test_unreachable_store_causes_one_warning_and_is_suspended(entry, tmp_path, 
         for _ in range(3):
             try:
                 (tmp_path / "nowhere").read_bytes()
-            except FileNotFoundError:  # a program may load as it handles an error, which is not the store's
+            except FileNotFoundError:  # a program may load a model while it handles an unrelated error
                 assert find(layout, url, entry) is None
         with pytest.raises(RemoteError, match="Connection refused"):
             find(layout, url, entry, required=True)
@@ -202,7 +202,7 @@ def test_model_warmed_on_one_machine_loads_on_the_next(tmp_path):
     warmed = run(*asked, "--cache-dir", tmp_path / "a")
     assert warmed.code == 0, warmed.err
     runs = [python(LOADING, CGTOOL_CACHE_DIR=str(tmp_path / "b"), CGTOOL_REMOTE=store) for _ in range(2)]
-    assert [done.out.split()[-1] for done in runs] == ["True", "False"]  # what is there needs no store
+    assert [done.out.split()[-1] for done in runs] == ["True", "False"]  # the second load hits locally
     again = run(*asked, "--cache-dir", tmp_path / "c").report
     assert (again["hit"], again["hash"]) == (True, warmed.report["hash"])
 

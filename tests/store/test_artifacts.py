@@ -1,4 +1,4 @@
-"""Packages as bytes: equal members give equal bytes, and whatever is not such a package is refused in a sentence."""
+"""AOTInductor packages: packing is deterministic, and anything else is refused."""
 
 from __future__ import annotations
 

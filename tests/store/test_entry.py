@@ -1,4 +1,4 @@
-"""Entries and their artifacts: as before or as after, whatever is killed, torn, full or read at once."""
+"""Entries and artifacts: atomic updates despite kills, corruption, full disks and concurrent access."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_file_that_is_renamed_while_it_is_read_is_found_without_rereading_the_ma
             plan.write_bytes(data)
         return read_bytes(path)
 
-    manifests = []  # another look at it may find one that is replaced as the first was
+    manifests = []
     monkeypatch.setattr(entry_module, "read_bytes", read)
     monkeypatch.setattr(entry_module, "read_manifest", lambda *of: manifests.append(of) or read_manifest(*of))
     assert read_entry(CacheLayout(root=cache_root), name).files["plan.json"] == data
@@ -213,7 +213,7 @@ def test_without_locks_the_last_writers_entry_is_complete(cache_root):
 
 
 def _killed_at_calls(root: Path, action, *, stride: int = 1) -> list[str | None]:
-    """Kill `action` at its system calls, from the same start each time; return what the entry said then."""
+    """Kill `action` at each of its system calls, from the same start; return the entry's content after each kill."""
     start = root.with_name("start")
     if root.exists():
         root.rename(start)

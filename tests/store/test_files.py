@@ -1,4 +1,4 @@
-"""Files reach the disk whole, errors are sentences, and an interrupt loses no descriptor."""
+"""Atomic writes, error messages, and file descriptors under interrupts."""
 
 from __future__ import annotations
 

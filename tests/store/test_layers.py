@@ -1,7 +1,7 @@
-"""A read-only cache under a writable layer, as a container image with a prewarmed cache has it: all holds there too.
+"""A read-only cache under a writable overlay layer, like a container image with a prewarmed cache.
 
-Docker's defaults, which rename no folder of the layer below (EXDEV), tear hard links apart at the first write, and
-leave a lock that was taken before that on a file that lies below.
+Uses Docker's overlay options: folders of the lower layer cannot be renamed (EXDEV), the first write to a file breaks
+its hard links, and locks taken before that stay on the lower file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONS = "redirect_dir=off,index=off,metacopy=off,xino=off"
 
 @pytest.fixture
 def layered(small_disk: Path, read_only: Callable[[Path], Path], tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
-    """Makes a folder the layer below and returns a new view of it that can be written to, in place of the older."""
+    """Return a function that makes a folder the lower layer and returns a new writable view of it."""
     merged, upper, work, below = tmp_path / "merged", small_disk / "upper", small_disk / "work", []
     merged.mkdir()
 

@@ -1,4 +1,4 @@
-"""Leases keep prune away from what live processes use, and locks save double work."""
+"""Leases, which keep prune away from entries in use, and work locks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @pytest.fixture(autouse=True)
 def let_go():
-    """What `hold` keeps for the life of the process ends with the test."""
+    """Release the leases that `hold` keeps until the process ends."""
     yield
     for lease in leases._held.values():
         lease.release()
@@ -56,7 +56,7 @@ def hold_until_killed(root: Path, name: RankName, held: Path) -> None:
 
 
 def start_holder(hold_it, *what, held):
-    """Start another process that holds something, and return it once it does."""
+    """Start a process that holds a lock, and return it once it does."""
     process = SPAWN.Process(target=hold_it, args=(*what, held))
     process.start()
     deadline = time.time() + 30
@@ -317,7 +317,7 @@ def test_forked_child_does_not_keep_the_lock(tmp_path):
     os.close(reading)
     os.close(writing)
     try:
-        # What the kernel does when a process dies: its descriptors close, and nothing is unlocked on purpose.
+        # As when a process dies: its descriptors are closed without unlocking.
         os.close(lock_module._held.pop())
         waited = []
         with file_lock(tmp_path / "lock", on_wait=lambda: waited.append(1)):
@@ -342,7 +342,7 @@ def test_lock_file_replaced_while_waiting_is_opened_again(tmp_path):
 
     with file_lock(path, on_wait=replace) as is_held:
         assert is_held
-        assert path.exists(), "a lock on a file that has no name excludes nobody"
+        assert path.exists(), "a lock on a removed file excludes nobody"
         waited = threading.Event()
         third = threading.Thread(target=third_holder)
         third.start()

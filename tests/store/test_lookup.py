@@ -1,4 +1,4 @@
-"""Cheap facts lead to every entry of theirs, and hits are counted beside it."""
+"""The lookup from digests to entries, and hit counters."""
 
 from __future__ import annotations
 

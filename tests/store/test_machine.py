@@ -1,4 +1,4 @@
-"""This machine as data: equal to what torch says of it, without torch."""
+"""The properties of this machine, compared with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records and paths: read back as they were, refused where a byte, a type, a name or a promise is broken."""
+"""Records and the layout: round trips, and rejection of corrupt bytes, wrong types and invalid names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and signatures, against OpenSSL's and OpenSSH's own tools where they are here."""
+"""Keys and signatures, compared with OpenSSL's and OpenSSH's own tools if installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which caches load believes: owners and permissions, and what is still as it was signed."""
+"""The trust policy: owners, permissions and signatures."""
 
 from __future__ import annotations
 
