@@ -55,7 +55,7 @@ _ATTEMPTS = 5
 _PROBE_BYTES = 16384
 _SIGNATURE = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
-    "# This directory is a cgtool cache: its contents can be regenerated, so backups may skip it.\n"
+    "# This file marks a cache of cgtool: its contents can be made again, so backups may skip it.\n"
     "# See https://bford.info/cachedir/\n"
 )
 

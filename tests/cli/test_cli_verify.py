@@ -164,7 +164,7 @@ def test_a_strangers_model_name_does_no_harm_on_a_terminal(cache_root: Path) -> 
     ("target", "code", "words"),
     [
         pytest.param("/nowhere/at/all", 1, "/nowhere/at/all does not exist", id="missing path"),
-        pytest.param(__file__, 3, "Name a file that cgtool export wrote", id="a file that is no bundle"),
+        pytest.param(__file__, 3, "Use a file written by cgtool export", id="a file that is no bundle"),
         pytest.param("abcdef", 2, "No entry begins with 'abcdef'", id="unknown hash"),
     ],
 )

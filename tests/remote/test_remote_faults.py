@@ -247,7 +247,7 @@ def test_last_push_to_a_tag_wins_and_readers_see_complete_entries(tmp_path):
             assert len(ran.report["warnings"]) == (entry["outcome"] == "pushed")
         assert [len(_whole(open_store(url), hash_)) for hash_ in hashes] == [1, 1]
         told = run("push", f"{url}-new", "--cache-dir", machines[0])
-        assert told.err.count("the last wins") == 1
+        assert told.err.count("the last one wins") == 1
 
 
 def test_reader_sees_no_entry_or_a_complete_one_during_concurrent_pushes(tmp_path):

@@ -193,7 +193,7 @@ def test_a_package_larger_than_a_file_may_be_is_a_sentence(limit):
     done = in_a_process(before=before)
     (said,) = done.out.splitlines()
     assert said.startswith("refused: A package of "), done.err
-    assert said.endswith("Raise the limit on the size of files (`ulimit -f`).")
+    assert said.endswith("Raise the limit (`ulimit -f`).")
 
 
 #: Mounts things for a process alone.

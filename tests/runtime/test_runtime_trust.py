@@ -169,7 +169,7 @@ def test_every_verb_asks_for_a_signature_before_it_interprets_anything(model, ow
     for path in own.glob("torch_compile_cache/*/key.json"):
         path.write_bytes(b"not even JSON")
     monkeypatch.setenv("CGTOOL_TRUSTED_KEYS", str(ours))
-    with pytest.raises(RefusedError, match=r"not imported with a signature.*--cache-dir") as refused:
+    with pytest.raises(RefusedError, match=r"imported without a signature.*--cache-dir") as refused:
         VERBS[verb](model, own)
     assert refused.value.reason == "unsigned"
 

@@ -290,7 +290,7 @@ def test_a_plan_that_import_refuses_is_not_exported(tmp_path: Path, say: str, wh
         with pytest.raises(CacheError, match=why) as error:
             export(dest=dest, cache_dir=tmp_path / "cache", folder=folder)
         assert str(error.value).startswith("Nothing was exported, because import would refuse it. The member")
-        assert str(error.value).endswith(". Choose other entries, or fewer of them.")
+        assert str(error.value).endswith(". Select other or fewer entries.")
     assert stream.getvalue() == b""
     assert list((tmp_path / "out").iterdir()) == []
 

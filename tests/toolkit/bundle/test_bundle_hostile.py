@@ -180,7 +180,7 @@ def test_a_source_that_is_no_file_is_refused_and_not_waited_for(tmp_path, how):
     if how == "a pipe":
         os.mkfifo(source)
     with pytest.raises(
-        RefusedError, match=r"neither a file nor a folder\. Name a file .* or - to read a pipe"
+        RefusedError, match=r"neither a file nor a folder\. Use a file .* or - to read a pipe"
     ) as refusal:
         import_bundle(source=source, cache_dir=tmp_path / "cache", trust=True)
     assert refusal.value.reason == "not_a_bundle"

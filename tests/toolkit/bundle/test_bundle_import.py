@@ -329,7 +329,7 @@ def test_unpacked_yields_a_cache_and_takes_it_away(tmp_path):
 
 
 def test_a_source_that_cannot_be_read_is_a_sentence(tmp_path):
-    with pytest.raises(CacheError, match="could not be read: there is no such file"):
+    with pytest.raises(CacheError, match="could not be read: no such file"):
         imported(tmp_path / "absent", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 

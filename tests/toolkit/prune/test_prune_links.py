@@ -161,7 +161,7 @@ def test_a_link_that_is_laid_between_plan_and_deed_leads_nowhere(cache_root, out
     removal = Removal(layout)
     assert remove_leftovers(layout, [file], removal) == 0
     assert [path.name for path in outside.iterdir()] == [name]
-    assert all("a link in place of a folder leads there" in failed.sentence for failed in removal.failed)
+    assert all("is reached through a link" in failed.sentence for failed in removal.failed)
 
 
 def test_a_cache_behind_a_link_is_pruned_as_any(cache_root, outside):
@@ -202,5 +202,5 @@ def test_what_is_inside_is_told_from_what_is_not(cache_root, outside):
     assert all(inside.values())
     for path in ("link/a", "../a", "..", ".", "real/../../a"):
         assert not is_inside(layout, f"{layout.base}/{path}")
-    with pytest.raises(CacheError, match="leads there"):
+    with pytest.raises(CacheError, match="is reached through a link"):
         put_aside(layout, f"{layout.base}/link/a")
