@@ -121,7 +121,7 @@ def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root,
     (tmp_path / "link").symlink_to(root)
     agrees(model, cache_dir=tmp_path / "link")
     root.chmod(0o777)
-    with pytest.raises(RefusedError, match=f"^{root} can be written to"):
+    with pytest.raises(RefusedError, match=f"^{root} is writable"):
         cgtool.load(model, cache_dir=tmp_path / "link")
 
 
@@ -130,7 +130,7 @@ def _loads(root):
     layout = CacheLayout(root=root)
     found = [_open_all(layout, name, print) for name in layout.rank_names(layout.hashes()[0])]
     ((problem,),) = (opened.problems for opened in found)
-    reason = "writable_by_others" if "can be written" in problem.sentence else "unsigned"
+    reason = "writable_by_others" if "is writable" in problem.sentence else "unsigned"
     raise RefusedError(problem.sentence, reason=reason)
 
 
