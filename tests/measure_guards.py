@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from cgtool.guards.files import sources_now
+from cgtool.guards.files import source_digests
 from cgtool.guards.sources import Roots, parse_source
 from cgtool.guards.table import failures_of
 from cgtool.plan.records import Plan, parse_plan
@@ -82,11 +82,11 @@ def files_ms(num_files: int, folder: Path) -> tuple[float, float]:
         (package / f"module_{number}.py").write_text(f"VALUE = {number}\n" + "# a line\n" * 900)
         names.append(f"{package.name}.module_{number}")
     sys.path.insert(0, str(folder))
-    sources_now(names)
-    to_find = least_ms(lambda: sources_now(names))
+    source_digests(names)
+    to_find = least_ms(lambda: source_digests(names))
     for name in names:
         importlib.import_module(name)
-    return to_find, least_ms(lambda: sources_now(names))
+    return to_find, least_ms(lambda: source_digests(names))
 
 
 def main(num_layers: int = 80, num_files: int = 500) -> None:

@@ -42,7 +42,7 @@ from cgtool.config import CompilationConfig, resolve_compile_sizes
 from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards import _torch as private
-from cgtool.guards.kinds import of_any_rank
+from cgtool.guards.kinds import without_rank
 from cgtool.host import variables_now
 from cgtool.machine import early_jobs
 from cgtool.model import ModelSpec
@@ -501,7 +501,7 @@ class _Warm:
     def _key(self, stitched: Stitched) -> Key:
         # in one order: Dynamo's depends on what was traced before in this process
         guards = [
-            sorted(map(of_any_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
+            sorted(map(without_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
             for variant in stitched.plan.variants
         ]
         traced = {

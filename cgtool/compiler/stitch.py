@@ -18,9 +18,9 @@ from cgtool.config import CompileSize
 from cgtool.dims import FIRST_DYNAMIC, Dims
 from cgtool.errors import CgtoolError, GraphBreakError, TraceError
 from cgtool.events import Event, OnEvent
-from cgtool.guards.first_call import INSTALLS, install_hooks
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import leads_to, qualified_name
+from cgtool.guards.transformers import INSTALLS, install_hooks
 from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.pieces import AOT_INDUCTOR, EAGER
 from cgtool.plan.records import Guard, Plan, Variant

@@ -1,5 +1,4 @@
-"""What must hold for an artifact to serve a model: sources, kinds of guards, code digests, the environment.
+"""Conditions under which an artifact is valid for a model: sources, guard kinds, code digests, torch's global state.
 
-Shared by the tracer, which writes guards down, and by the runtime, which checks them. Imports torch alone, never Dynamo
-or Inductor.
+The tracer records guards and the runtime checks them. Imports torch, but never Dynamo or Inductor.
 """

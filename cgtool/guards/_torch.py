@@ -1,4 +1,4 @@
-"""The private names of torch that guards need, each read in 2.13.0 and unchanged since 2.11 but where it is said."""
+"""Private names of torch that guards need, as of 2.13.0 and unchanged since 2.11 unless a comment says otherwise."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._library import simple_registry
 from torch._library.custom_ops import OPDEFS
-from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # where a setting has no value of some origin
+from torch.utils._config_module import _UNSET_SENTINEL as _UNSET  # marks an origin that gives a setting no value
 
-#: Whether autocast is on for any device type; called at each call of a model, and so without a function around it.
+#: Whether autocast is on for any device type; not wrapped in a function because each call of a model calls it.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
-#: How many torch function modes are active, a default device's included; likewise.
+#: The number of active torch function modes, including that of a default device; not wrapped for the same reason.
 num_torch_function_modes = torch._C._len_torch_function_stack
 
 
@@ -31,29 +31,29 @@ def is_default_group(value: Any) -> bool:
 
 
 def exchanges() -> bool:
-    """Return whether there is a default process group, and one that is not faked."""
+    """Return whether there is a default process group, and a real one, whose ranks exchange data."""
     return process_group_is_initialized() and torch.distributed.get_backend() != "fake"
 
 
 def join_fake_group(rank: int, size: int) -> None:
-    """Make a default process group of `size` that exchanges nothing, in which this process has that rank."""
+    """Initialize a fake default process group of `size`, which exchanges nothing, with this process as `rank`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 def store_of_group() -> Any:
-    """Return the store of the default process group, over a connection of its own: a group that waits keeps its one."""
+    """Return the store of the default process group on a separate connection; a waiting group blocks its own."""
     store: Any = torch.distributed.distributed_c10d._get_default_store()
     return store.clone()
 
 
-#: Device meshes that were written down, by id: each weight that is split names its one, and writing it takes 50 µs.
+#: Encoded device meshes by id: each sharded weight refers to its mesh, and encoding one takes 50 µs.
 _meshes: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
 
 
 def shared_by_processes(value: Any) -> list[Any] | None:
-    """Return a process group, a device mesh or how a DTensor is split as a literal (see `kinds`); None for another."""
+    """Return a process group, a device mesh or a DTensor's sharding as a literal (see `kinds`); None for the rest."""
     if not torch.distributed.is_available():
         return None
     if isinstance(value, torch.distributed.ProcessGroup):
@@ -72,7 +72,7 @@ def shared_by_processes(value: Any) -> list[Any] | None:
 
 
 def _ranks_of(group: Any) -> list[int] | str:
-    """Return the ranks of a group, in its order; its name where it was not made by torch.distributed."""
+    """Return the ranks of a group, in its order; its name if torch.distributed did not create it."""
     known = torch.distributed.distributed_c10d._world.pg_group_ranks.get(group)
     return group.group_name if known is None else [*known]
 
@@ -83,14 +83,14 @@ def _mesh(value: Any) -> list[Any]:
 
 
 def placements_of(tensor: Any) -> tuple[str, ...]:
-    """Return how a DTensor lies on its mesh, a word for each dimension of that; nothing for another tensor."""
+    """Return the placement of a DTensor on each dimension of its mesh; empty for other tensors."""
     spec = getattr(tensor, "_spec", None)
     literal = None if spec is None else shared_by_processes(spec)
     return () if literal is None else tuple(literal[2])
 
 
 def group_named(name: str) -> Any:
-    """Return the group that torch knows by this name here; None where there is none."""
+    """Return the group registered with torch under this name in this process, or None."""
     if not torch.distributed.is_available():
         return None
     registry: Any = torch._C._distributed_c10d
@@ -101,15 +101,15 @@ def group_named(name: str) -> Any:
 
 
 def size_of_group(name: str) -> int | None:
-    """Return how many processes the group of this name has; None where there is none."""
+    """Return the number of processes in the group of this name, or None if there is no such group."""
     group = group_named(name)
     return None if group is None else int(group.size())
 
 
 def register_groups() -> dict[str, str]:
-    """Let torch know each group by its ranks, too, as plans name it; return {its name: that name}.
+    """Register each group with torch under its name in plans, made of its ranks; return {torch's name: that name}.
 
-    Of several groups of the same ranks the first is taken.
+    The first of several groups of the same ranks is registered.
     """
     if not process_group_is_initialized():
         return {}
@@ -126,12 +126,12 @@ def register_groups() -> dict[str, str]:
     return names
 
 
-#: torch's registry does not keep what it registers.
+#: Keeps the fake groups alive, which torch's registry does not.
 _fake_groups: dict[str, Any] = {}
 
 
 def register_fake_group(name: str, size: int) -> None:
-    """Make a group known by this name that can exchange nothing, where none of this size is."""
+    """Register a group of this name that cannot exchange anything, unless one of this size is registered."""
     if size_of_group(name) != size:
         registry: Any = torch._C._distributed_c10d
         registry._unregister_process_group(name)
@@ -141,7 +141,7 @@ def register_fake_group(name: str, size: int) -> None:
 
 @functools.cache
 def autocast_device_types() -> tuple[str, ...]:
-    """Return every device type that autocast knows, whether or not this build of torch has it."""
+    """Return every device type that autocast supports, whether or not this build of torch includes it."""
     return tuple(torch._C._autocast_supported_devices())
 
 
@@ -151,16 +151,16 @@ def _modes() -> list[Any]:
 
 def torch_function_modes() -> list[Any]:
     """Return the active torch function modes, outermost first, without those that only choose a default device."""
-    return [mode for mode in _modes() if not _chooses_a_device(mode)]
+    return [mode for mode in _modes() if not _is_device_mode(mode)]
 
 
 def default_device_of_modes() -> torch.device | None:
-    """Return the device that the innermost active default-device mode chose, or None."""
-    return next((mode.device for mode in reversed(_modes()) if _chooses_a_device(mode)), None)
+    """Return the device of the innermost active default-device mode, or None."""
+    return next((mode.device for mode in reversed(_modes()) if _is_device_mode(mode)), None)
 
 
-def _chooses_a_device(mode: Any) -> bool:
-    from torch.utils._device import DeviceContext  # what torch.set_default_device enters; a start has no modes
+def _is_device_mode(mode: Any) -> bool:
+    from torch.utils._device import DeviceContext  # entered by torch.set_default_device; rare, so imported lazily
 
     return isinstance(mode, DeviceContext)
 
@@ -168,7 +168,7 @@ def _chooses_a_device(mode: Any) -> bool:
 def _float32_matmul_precision() -> str:
     try:
         return torch._C._get_float32_matmul_precision()
-    except RuntimeError:  # torch's word for backends that were set apart from each other by their fp32_precision
+    except RuntimeError:  # the backends differ, because their fp32_precision was set one by one
         return "mixed"
 
 
@@ -176,24 +176,24 @@ class Setting(NamedTuple):
     """A setting of torch that one call reads.
 
     Args:
-        words: What people call it: the setter that they know.
-        function: What reads it.
-        arguments: What that is called with.
+        label: Its name in messages: the public setter.
+        function: The getter.
+        arguments: The getter's arguments.
     """
 
-    words: str
+    label: str
     function: Callable[..., Any]
     arguments: tuple[str, ...]
 
 
 def _settings(rows: Iterable[tuple[str, ...]]) -> dict[str, Setting]:
     """Return {name: setting} for the getters that this torch has."""
-    found = {}
-    for name, words, getter, *arguments in rows:
+    settings = {}
+    for name, label, getter, *arguments in rows:
         function = getattr(torch._C, getter, None)
         if function is not None:
-            found[name] = Setting(words, function, tuple(arguments))
-    return found
+            settings[name] = Setting(label, function, tuple(arguments))
+    return settings
 
 
 _FP32 = "_get_fp32_precision_getter"
@@ -202,7 +202,7 @@ _MKLDNN = "torch.backends.mkldnn."
 _OLD_MATMUL = " (torch.set_float32_matmul_precision)"
 _OLD_CUDNN = " (torch.backends.cudnn.allow_tf32)"
 
-#: By the name that a plan has for them, as read in 2.13.0; what this torch has no getter for is left out.
+#: Settings by their names in a plan, as of 2.13.0; those for which this torch has no getter are left out.
 SETTINGS: dict[str, Setting] = {
     "float32_matmul_precision": Setting("the float32 matmul precision", _float32_matmul_precision, ()),
     **_settings(
@@ -222,7 +222,7 @@ SETTINGS: dict[str, Setting] = {
             ("mkldnn_fp32_precision_matmul", f"{_MKLDNN}matmul.fp32_precision{_OLD_MATMUL}", _FP32, "mkldnn", "matmul"),
             ("mkldnn_fp32_precision_conv", f"{_MKLDNN}conv.fp32_precision", _FP32, "mkldnn", "conv"),
             ("mkldnn_fp32_precision_rnn", f"{_MKLDNN}rnn.fp32_precision", _FP32, "mkldnn", "rnn"),
-            # a pair in 2.13: the reduction, and whether it may be split; one answer in older torch
+            # a pair in 2.13: the reduction, and whether it may be split; a single value in older torch
             (
                 "cuda_fp16_reduction",
                 f"{_MATMUL}allow_fp16_reduced_precision_reduction",
@@ -248,11 +248,11 @@ SETTINGS: dict[str, Setting] = {
             ),
             ("default_dtype", "torch's default dtype", "get_default_dtype"),
             ("default_tensor_type", "the device of torch.set_default_tensor_type", "_get_default_device"),
-            # `with torch.autocast("cpu")` takes it, whether autocast is on now or not
+            # `with torch.autocast("cpu")` uses it, whether autocast is on now or not
             ("autocast_dtype_cpu", "torch.get_autocast_dtype('cpu')", "get_autocast_dtype", "cpu"),
             ("autocast_dtype_cuda", "torch.get_autocast_dtype('cuda')", "get_autocast_dtype", "cuda"),
             ("autocast_cache", "torch.set_autocast_cache_enabled", "is_autocast_cache_enabled"),
-            # Infra modes (fake, proxy, functional) stand in slots of their own beside the user's stack.
+            # Infra modes (fake, proxy, functional) have separate slots beside the user's stack.
             ("torch_dispatch_mode", "the number of active torch dispatch modes", "_len_torch_dispatch_stack"),
             ("functorch", "a functorch transform", "_are_functorch_transforms_active"),
             ("grad_mode", "grad mode", "is_grad_enabled"),
@@ -277,29 +277,29 @@ SETTINGS: dict[str, Setting] = {
 
 
 def changed_inductor_settings() -> dict[str, Any]:
-    """Return the settings of Inductor that were changed in this process, by name; {} where it was never imported.
+    """Return the settings of Inductor that were changed in this process, by name; {} if it was never imported.
 
-    Places, logs and what else torch itself keeps out of the keys of its caches are left out. Values that the
-    environment gave are not changes: they are named as variables.
+    Leaves out paths, logs and the other settings that torch keeps out of its own cache keys. Values set through the
+    environment are not changes: they are tracked as environment variables.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     if config is None:
         return {}
     ignored = tuple(config._cache_config_ignore_prefix)
     values = config.get_config_copy()
-    found = {}
+    changed = {}
     for name, entry in config._config.items():
         if name.startswith(("_", *ignored)) or entry.alias is not None or name not in values:
             continue
-        given = [entry.env_value_force, entry.env_value_default, entry.default]
-        start = next((value for value in given if value is not _UNSET), None)
-        if type(values[name]) is not type(start) or values[name] != start:
-            found[name] = values[name]
-    return found
+        origins = [entry.env_value_force, entry.env_value_default, entry.default]
+        initial = next((value for value in origins if value is not _UNSET), None)
+        if type(values[name]) is not type(initial) or values[name] != initial:
+            changed[name] = values[name]
+    return changed
 
 
 def is_fake(value: Any) -> bool:
-    """Return whether a value is a fake tensor; asks nothing of torch's fake tensors where none was imported."""
+    """Return whether a value is a fake tensor, without importing torch's fake tensors."""
     fakes: Any = sys.modules.get("torch._subclasses.fake_tensor")
     return fakes is not None and isinstance(value, fakes.FakeTensor)
 
@@ -310,7 +310,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def find_op(name: str) -> Any:
-    """Return the overload `ns::op.overload` (`ns::op` is its default overload), or None where nobody registered it."""
+    """Return the overload `ns::op.overload` (`ns::op` is its default overload), or None if it is not registered."""
     namespace, _, rest = name.partition("::")
     op, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), op, None)
@@ -318,9 +318,9 @@ def find_op(name: str) -> Any:
 
 
 def fake_implementation(op: Any) -> Any:
-    """Return the Python function that tells what an op gives for fake tensors, or None where there is none to see."""
+    """Return the Python function that implements an op on fake tensors, or None if there is none in Python."""
     qualname = str(op._schema.name) + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    definition = OPDEFS.get(qualname)  # @torch.library.custom_op registers a wrapper of its own
+    definition = OPDEFS.get(qualname)  # @torch.library.custom_op registers a wrapper
     if definition is not None and definition._abstract_fn is not None:
         return definition._abstract_fn
     entry = simple_registry.singleton._data.get(qualname)  # `get` came after 2.11
@@ -329,7 +329,7 @@ def fake_implementation(op: Any) -> Any:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return what the author wrote: torch wraps it in checks that remember whether they ran.
+    """Return the author's function without torch's wrappers, which check once and remember that they ran.
 
     torch.library's `_check_pystubs_once` keeps the author's function in its closure and sets no `__wrapped__` (2.13.0).
     """
@@ -347,7 +347,7 @@ def python_kernels(op: Any) -> dict[str, Any]:
 
 
 def has_kernel(op: Any, key: str) -> bool:
-    """Return whether the dispatcher has a kernel of the op's own for a dispatch key ("CompositeImplicitAutograd")."""
+    """Return whether the op itself has a kernel for a dispatch key such as "CompositeImplicitAutograd"."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
@@ -362,7 +362,7 @@ def is_op(value: Any) -> bool:
 
 
 def autocast_text(value: Any) -> str | None:
-    """Return which types a region of autocast takes on which device, and how; None where it is none."""
+    """Return the device, dtype and flags of an autocast region as text; None for other values."""
     if type(value) is not torch.autocast:
         return None
     return repr((value.device, value.fast_dtype, value._enabled, value._cache_enabled))

@@ -1,19 +1,18 @@
-"""What functions, classes and custom ops do, as digests: equal in every process, another where an edit could show.
+"""Digests of functions, classes and custom ops: equal in every process, different after an edit that could matter.
 
-Two things are kept out on purpose: where code lies (file names, line numbers) and where its objects lie (addresses, the
-order of sets). What is kept in: bytecode, constants, names, flags, and for functions their defaults and the constants
-in their closures. Bytecode belongs to one version of Python, so that version is a factor of every key.
+Locations are excluded on purpose: of code (file names, line numbers) and of objects (addresses, the order of sets).
+Bytecode, constants, names and flags are included, and for functions their defaults and the constants in their closures.
+Bytecode belongs to one version of Python, so that version is a factor of every key.
 
-Of a class, member by member, counts: the bases in order, the metaclass, functions by code, defaults and closure,
-properties and other descriptors, data by value, the fields of a dataclass, the members of an enum with their values,
-and what is registered with an ABC. Left out: documentation and annotations, which no call reads, and what Python
-itself remembers in a class. A list, dict or set of a class is often a registry that grows as modules are imported, so
-it counts only where code names it.
+The digest of a class covers, member by member, the bases in order, the metaclass, functions by code, defaults and
+closure, properties and other descriptors, data by value, the fields of a dataclass, the members of an enum with their
+values, and the classes registered with an ABC. It excludes documentation and annotations, which no call reads, and
+Python's own bookkeeping. A list, dict or set of a class is often a registry that grows as modules are imported, so it
+is included only where code names it.
 
-Of a custom op counts what the compiler believes of it: its schema and its fake implementation, which counts with the
-helpers and constants of its module. A piece that calls an op is compiled from these beliefs; the kernel behind it is
-called by name and may change freely. A fake kernel that lives in C++, and a Python function given to `Library.impl`
-under a dispatch key, cannot be seen: only that it exists enters.
+The digest of a custom op covers what the compiler relies on: its schema and its fake implementation, with the helpers
+and constants of its module. The kernel is called by name and may change freely. A fake kernel in C++, and a Python
+function passed to `Library.impl` under a dispatch key, cannot be inspected: only their existence is included.
 """
 
 from __future__ import annotations
@@ -39,42 +38,44 @@ from cgtool.guards.sources import canonical_module_name, qualified_name
 from cgtool.plan.grammar import digest_of, sha256_hex
 from cgtool.plan.pieces import Json
 
-#: Types of torch whose text is their value and holds no address.
+#: Types of torch whose text is their value and contains no address.
 _TORCH_CONSTANTS = frozenset({"dtype", "device", "layout", "memory_format", "Size", "OpOverload", "OpOverloadPacket"})
 
-#: Modules whose immutable objects have a `repr` that is their value; paths have another in Python 3.13.
+#: Modules whose immutable objects have a `repr` that is their value; paths live in another one in Python 3.13.
 _PLAIN_MODULES = frozenset(
     {
         *("pathlib", "pathlib._local", "decimal", "fractions", "datetime", "uuid", "ipaddress"),
         "torch.distributed.tensor.placement_types",
     }
 )
-#: Types whose values stand for themselves in a form.
+#: Types whose values appear as they are in a form.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
-#: What something does, as data: plain values as they are, all else as an array that begins with its kind.
+#: The content of an object as data: plain values as they are, all others as an array that begins with its kind.
 Form = Any
 
 
 def code_digest(code: types.CodeType | object, *, follow_globals: bool = False) -> str:
     """Return the SHA-256 of what `code` does, as 64 hexadecimal digits.
 
-    Equal in every process, under every install path and on every line of its file. A callable that is no Python
-    function (a builtin, a class, an instance) counts by its qualified name, because its code cannot be seen.
+    The digest does not depend on the process, the install path or the line in the file. A callable that is not a
+    Python function (a builtin, a class, an instance) is represented by its qualified name, because its code cannot be
+    inspected.
 
     Args:
         code: A code object, a function, a method, a `functools.partial`, or any other callable.
-        follow_globals: Also take in the module globals that the code names: constants by value, and Python functions
+        follow_globals: Also include the module globals that the code names: constants by value, and Python functions
             by their own code, except those of torch and of the standard library.
 
     Returns:
-        The digest. Objects other than constants in closures, defaults and globals enter by the name of their type.
+        The digest. Objects other than constants in closures, defaults and globals are represented by the name of their
+        type.
     """
     return _digest(_form(code, follow_globals=follow_globals))
 
 
 def plain_text(value: Any) -> str | None:
-    """Return what a path, a date or a pattern is, or a region of autocast; None for anything else."""
+    """Return the text of a path, a date, a pattern or an autocast region; None for anything else."""
     if isinstance(value, re.Pattern):
         return repr((value.pattern, value.flags))
     return repr(value) if type(value).__module__ in _PLAIN_MODULES else private.autocast_text(value)
@@ -86,8 +87,8 @@ def _digest(form: Form) -> str:
 
 def _written(form: Form) -> bytes:
     try:
-        return msgspec.msgpack.encode(form)  # a tenth of the time of JSON, and bytes, floats and integers keep apart
-    except (OverflowError, UnicodeEncodeError):  # an integer of more than 64 bits, half a character
+        return msgspec.msgpack.encode(form)  # ten times faster than JSON; bytes, floats and integers stay distinct
+    except (OverflowError, UnicodeEncodeError):  # an integer of more than 64 bits, a lone surrogate
         return repr(form).encode("utf-8", "surrogatepass")
 
 
@@ -96,7 +97,7 @@ def _form(value: Any, *, follow_globals: bool = False) -> Form:
 
 
 class _Describer:
-    """Turns code and what it holds into forms; remembers functions, because they may hold each other."""
+    """Turns code and the objects that it holds into forms; tracks visited functions, which may refer to each other."""
 
     __slots__ = ("_follow_globals", "_seen")
 
@@ -109,9 +110,9 @@ class _Describer:
         if kind in _PLAIN:
             return value
         describe = _DESCRIBED.get(kind)
-        return self._rare(value) if describe is None else describe(self, value)
+        return self._describe_rare(value) if describe is None else describe(self, value)
 
-    def _rare(self, value: Any) -> Form:
+    def _describe_rare(self, value: Any) -> Form:
         if isinstance(value, Enum):
             return "enum", _type_name(value), value.name
         if isinstance(value, int):
@@ -137,7 +138,7 @@ class _Describer:
     def container(self, value: Any) -> Form:
         kind = type(value).__name__
         if isinstance(value, (set, frozenset)):
-            # Each on its own, so that the order in which the set gives them can leave no trace.
+            # Each with its own describer, so that the iteration order of the set cannot matter.
             members = (_form(member, follow_globals=self._follow_globals) for member in value)
             return kind, sorted(map(_written, members))
         if id(value) in self._seen:
@@ -153,15 +154,14 @@ class _Describer:
         if owner.__module__.partition(".")[0] == "torch" and owner.__name__ in _TORCH_CONSTANTS:
             return "torch", owner.__name__, str(value)
         if private.is_default_group(value):
-            return (
-                None  # which functions of torch.distributed.nn have, where that was imported before the group was made
-            )
+            # Functions of torch.distributed.nn hold None where that was imported before the group was created.
+            return None
         text = plain_text(value)
         if text is not None:
             return "plain", _type_name(value), text
         if is_dataclass(value) and owner.__dataclass_params__.frozen:
             return "dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]
-        # A decorated function that is an object: a Triton kernel keeps its Python function in `fn`.
+        # A decorator that returns an object: a Triton kernel keeps its Python function in `fn`.
         for attribute in ("__wrapped__", "fn"):
             inner = vars(value).get(attribute) if hasattr(value, "__dict__") else None
             if isinstance(inner, types.FunctionType):
@@ -191,12 +191,12 @@ class _Describer:
             return ("empty",)
 
     def _global(self, value: Any) -> Form:
-        if isinstance(value, types.FunctionType) and _is_of_the_platform(value):
+        if isinstance(value, types.FunctionType) and _is_torch_or_stdlib(value):
             return "named", _object_name(value)
         return self.describe(value)
 
 
-#: How the objects are described that code and classes are full of.
+#: The types that are most frequent in code and classes, and how they are described.
 _DESCRIBED: dict[type, Callable[[_Describer, Any], Form]] = {
     types.CodeType: lambda _, code: ("code", _form_of_code(code)),
     types.FunctionType: _Describer.function,
@@ -216,7 +216,7 @@ def _form_of_code(code: types.CodeType) -> Form:
 
 
 def _constants(values: tuple[Any, ...]) -> Form:
-    """Return constants of code: a tuple is an array, and what is no plain value a mapping, which no constant is."""
+    """Encode the constants of code: tuples as arrays, and non-plain values as mappings, which no constant is."""
     if _PLAIN.issuperset(map(type, values)):
         return values
     return [value if type(value) in _PLAIN else _constant(value) for value in values]
@@ -233,7 +233,7 @@ def _constant(value: Any) -> Form:
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that a function, or one nested in it, names; sorted, without builtins and attributes."""
+    """Yield the globals that a function or a function nested in it names, sorted, without builtins and attributes."""
     names: set[str] = set()
     waiting = [function.__code__]
     while waiting:
@@ -245,7 +245,7 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, function.__globals__[name]
 
 
-def _is_of_the_platform(function: types.FunctionType) -> bool:
+def _is_torch_or_stdlib(function: types.FunctionType) -> bool:
     package = str(function.__globals__.get("__name__", "")).partition(".")[0]
     return package == "torch" or package in sys.stdlib_module_names
 
@@ -260,8 +260,8 @@ def _object_name(value: Any) -> str:
     return f"{canonical_module_name(module)}:{name}" if isinstance(module, str) else str(name)
 
 
-#: Members that tell nothing of what a class does, or whose part of it is taken from elsewhere.
-_LEFT_OUT = frozenset(
+#: Members that do not affect what a class does, or that `_members` includes in another form.
+_EXCLUDED = frozenset(
     {
         *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slotnames__"),
         *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
@@ -270,16 +270,16 @@ _LEFT_OUT = frozenset(
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
         *("_member_map_", "_member_names_", "_value2member_map_", "_hashable_values_", "_unhashable_values_"),
         *("_unhashable_values_map_", "_generate_next_value_", "_new_member_", "_use_args_"),
-        # what transformers remembers of the source of a model's module, which has a factor of its own
+        # what transformers caches about the source of a model's module, which is a factor of the key
         *("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value"),
     }
 )
-#: Hexadecimal digits of a member's digest: what is told apart are the states of one member.
+#: Hexadecimal digits of a member's digest; it only has to distinguish the versions of one member.
 _DIGITS = 16
 
 
-def is_given(cls: type | types.FunctionType) -> bool:
-    """Return whether a class, or a function, comes with Python, torch or numpy, whose versions stand for it."""
+def is_platform_code(cls: type | types.FunctionType) -> bool:
+    """Return whether a class or a function ships with Python, torch or NumPy, so that their versions cover it."""
     package = cls.__module__.partition(".")[0] if isinstance(cls.__module__, str) else ""
     return package in {"torch", "numpy"} or package in sys.stdlib_module_names
 
@@ -289,7 +289,7 @@ def define(cls: type, read: Collection[str] = ()) -> Json:
 
     Args:
         cls: The class.
-        read: Names of its members that count though they are lists, dicts or sets, its name or its documentation.
+        read: Names to include although they are containers (lists, dicts, sets), its name or its documentation.
     """
     members = _members(cls, read)
     return [qualified_name(cls), {name: _digest(form)[:_DIGITS] for name, form in members}]
@@ -307,10 +307,10 @@ def _members(cls: type, read: Collection[str]) -> Iterator[tuple[str, Form]]:
     members = cls.__members__ if issubclass(cls, enum.Enum) else {}
     yield from ((name, ("member", _form(member.value))) for name, member in members.items())
     for name, value in own.items():
-        if name in _LEFT_OUT or (name in members and isinstance(value, enum.Enum)):
+        if name in _EXCLUDED or (name in members and isinstance(value, enum.Enum)):
             continue
         kind = type(value)
-        if kind in _PLAIN or kind in _USUAL:
+        if kind in _PLAIN or kind in _COMMON_MEMBERS:
             yield name, _form(value)
         elif isinstance(value, (list, dict, set)) and name not in read:
             yield name, ("container", qualified_name(kind))
@@ -318,32 +318,32 @@ def _members(cls: type, read: Collection[str]) -> Iterator[tuple[str, Form]]:
             yield name, _member(value)
 
 
-#: What the members of classes are as a rule.
-_USUAL = frozenset({types.FunctionType, property, classmethod, staticmethod})
+#: The types of most class members.
+_COMMON_MEMBERS = frozenset({types.FunctionType, property, classmethod, staticmethod})
 
 
 def _member(value: Any) -> Form:
     if isinstance(value, types.MemberDescriptorType):
         return ("slot",)
     kind = type(value)
-    if is_given(kind) or isinstance(value, (type, torch.nn.Module)) or not hasattr(value, "__dict__"):
+    if is_platform_code(kind) or isinstance(value, (type, torch.nn.Module)) or not hasattr(value, "__dict__"):
         return _form(value)
-    # A descriptor of the user's, or another small object: what it holds decides what it gives.
+    # A user's descriptor or another small object: its attributes determine what it returns.
     return "object", qualified_name(kind), [(name, _form(held)) for name, held in sorted(vars(value).items())]
 
 
 def _dataclass(own: Any) -> Iterator[tuple[str, Form]]:
     for name, field in own["__dataclass_fields__"].items():
         factory = field.default_factory
-        made = ("none",) if factory is dataclasses.MISSING else _form(factory)
+        default_factory = ("none",) if factory is dataclasses.MISSING else _form(factory)
         flags = (field.init, field.repr, field.hash, field.compare, bool(field.kw_only))
-        yield f"__dataclass_fields__.{name}", (_form(field.default), made, flags, str(field.type))
+        yield f"__dataclass_fields__.{name}", (_form(field.default), default_factory, flags, str(field.type))
     yield "__dataclass_params__", repr(own["__dataclass_params__"])
 
 
 def registered(cls: type) -> list[type]:
-    """Return the classes that were registered with an ABC: what `ABCMeta._dump_registry` prints."""
-    from _abc import _get_dump  # type: ignore[import-not-found]  # the one way that CPython has
+    """Return the classes registered with an ABC, which `ABCMeta._dump_registry` prints."""
+    from _abc import _get_dump  # type: ignore[import-not-found]  # CPython offers no other way
 
     return [found for reference in _get_dump(cls)[0] if (found := reference()) is not None]
 
@@ -352,23 +352,23 @@ _KEYS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 
 
 def is_composite(name: str) -> bool:
-    """Return whether a compiler takes the op `ns::op.overload` apart into the ops that its kernel calls."""
+    """Return whether a compiler decomposes the op `ns::op.overload` into the ops that its kernel calls."""
     op = private.find_op(name)
     return op is not None and private.has_kernel(op, "CompositeImplicitAutograd")
 
 
 def op_digest(name: str) -> str:
-    """Return the SHA-256 of what the compiler believes of an op, as 64 hexadecimal digits.
+    """Return the SHA-256 of what the compiler relies on of an op, as 64 hexadecimal digits.
 
     Args:
         name: `ns::op.overload`, or `ns::op` for its default overload.
 
     Raises:
-        SplitError: No library that is imported provides the op.
+        SplitError: No imported library provides the op.
     """
     op = private.find_op(name)
     if op is None:
-        raise SplitError(f"no library that is imported provides the op {name}; import the one that does", expected=name)
+        raise SplitError(f"no imported library provides the op {name}; import the one that does", expected=name)
     fake = private.fake_implementation(op)
     return digest_of(
         {

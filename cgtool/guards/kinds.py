@@ -1,36 +1,36 @@
-"""Kinds of guards: what is looked at in an object, and how it is said when it changed.
+"""Kinds of guards: which property of an object a guard compares, and the message when it changed.
 
 A guard is (source, kind, expected) and holds when `describe(kind, resolve(source)) == expected`. The same function
-writes a guard and checks it, so the two cannot drift apart. Kinds::
+records and checks a guard, so the two cannot drift apart. Kinds::
 
     value              the object as a literal, see below
-    digest             the digest of the object as a literal, for one that would be long
-    type               its class, by qualified name; a fake tensor's is that of the tensor it stands for
-    class:<json>       the definition of a class, see `code.py`; those of its containers that count are named
+    digest             the digest of that literal, for objects whose literal is long
+    type               its class, by qualified name; for a fake tensor, the class of the tensor that it stands for
+    class:<json>       the definition of a class, see `code.py`; the argument names the containers to include
     named:<json>       which of these names are attributes of the object itself, or globals of the module
-    registered:<json>  which of these classes are registered with an ABC, or with one that inherits from it
-    attributes         the names of all its own attributes, in order
+    registered:<json>  which of these classes are registered with an ABC, or with an ABC that inherits from it
+    attributes         the names of all attributes of the object itself, in order
     length             [class, number of elements]
     keys               the keys of a dict, in order
     empty              whether it has no elements
-    hooks              how many hooks a module has
-    contains:<json>    whether that key is in it
-    named_keys:<json>  which of these keys are in it
+    hooks              the number of hooks of a module
+    contains:<json>    whether it contains that key
+    named_keys:<json>  which of these keys it contains
     hasattr:<name>     whether it has the attribute
     absent:<name>      whether its instance dict has no such name
-    computed:<name>    the literal that a `functools.cached_property` of its class gives, whether it is held already
+    computed:<name>    the value of a `functools.cached_property` of its class, cached yet or not
     settles:<json>     whether the object is one of these literals
     tensor             [class, dtype, shape, stride, device type]
-    same:<source>      whether it is the very object that another source names
-    distinct:<digest>  whether no other source with this very kind names the same object
+    same:<source>      whether it is the same object as another source
+    distinct:<digest>  whether no other source with this exact kind resolves to the same object
     apart:<source>     whether two tensors share no memory
-    group:<name>       the process group that torch knows by that name here
+    group:<name>       the process group registered with torch under that name in this process
     requires_grad, is_leaf, has_grad, is_view, is_inference, is_buffer
-                       what a tensor answers to these questions
-    steps_of_one       the strides of a tensor's dimensions of size one; null for one that follows from the others
+                       these properties of a tensor
+    steps_of_one       the strides of a tensor's dimensions of size one; null where the other strides imply it
     code               the digest of a function's code
-    answers            what a probe of transformers answers to each way of calling it
-    ops                what the compiler believes of a custom op, see `code.py`
+    answers            the results of a transformers probe for each combination of its flags
+    ops                the compiler's view of a custom op, see `code.py`
     state              global state of torch, see `state.py`
 
 Grammar of an encoded literal::
@@ -42,10 +42,10 @@ Grammar of an encoded literal::
             | ["type", "module:Class"] | ["function", "module:name", digest] | ["module", name] | ["op", name]
             | ["plain", "module:Class", repr]    a path, a date, a pattern
             | ["group", [number...], rank, size] a process group, and this process's rank in it
-            | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flat
-            | ["sharding", literal mesh, [text...] placements, [size...], [[number...]...]]    how a DTensor is split
+            | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flattened
+            | ["sharding", literal mesh, [text...] placements, [size...], [[number...]...]]    a DTensor's sharding
 
-A device is its type alone: its index is a fact of the process, not of the program.
+A device is encoded as its type only: its index belongs to the process, not to the program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ import enum
 import functools
 import hashlib
 import inspect
-import itertools
 import json
 import sys
 import types
@@ -78,24 +77,24 @@ from cgtool.plan.records import Guard, source_words
 
 Json = Any
 
-#: Where a module keeps its hooks.
+#: The dicts in which a module keeps its hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-_GROUP_WORDS, _MESH_WORDS = 4, 5
+_GROUP_LENGTH, _MESH_LENGTH = 4, 5
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
 
 class NoRuleError(TraceError):
-    """A live object that cannot be written down as data."""
+    """A live object that cannot be encoded as data."""
 
 
 def encode_literal(value: Any) -> Json:
-    """Return `value` as data; equal values, and only those, give equal data.
+    """Return `value` as data; two values have equal data if and only if they are equal.
 
     Raises:
-        NoRuleError: There is no rule for this type.
+        NoRuleError: No encoding is defined for this type.
     """
     if value is None or type(value) in {bool, int, str}:
         return value
@@ -177,13 +176,13 @@ def _object(value: Any) -> Json:
     wrapped = getattr(value, "__wrapped__", None)
     if wrapped is not None and callable(value):
         return ["function", qualified_name(wrapped), code_digest(getattr(wrapped, "__func__", wrapped))]
-    msg = f"A value of type {qualified_name(type(value))} cannot be written down as data."
+    msg = f"A value of type {qualified_name(type(value))} cannot be encoded as data."
     raise NoRuleError(msg, actual=qualified_name(type(value)))
 
 
-#: What `typing.Union` and its like are: one object each, of a name.
+#: The class of `typing.Union`, `typing.ClassVar` and the like, which are named singletons.
 _SPECIAL_FORM = type(typing.ClassVar)
-#: An array of numpy with as many elements is spelled out.
+#: NumPy arrays of up to this many elements are encoded in full, longer ones as a digest.
 _SHORT_ARRAY = 16
 
 
@@ -193,7 +192,7 @@ def _is_of_numpy(value: Any, *kinds: str) -> bool:
 
 
 def _is_ufunc(value: Any) -> bool:
-    """Return whether `value` is a ufunc of numpy's own, such as `numpy.sqrt`: numpy's version stands for it."""
+    """Return whether `value` is one of NumPy's own ufuncs, such as `numpy.sqrt`, which NumPy's version covers."""
     return _is_of_numpy(value, "ufunc") and getattr(sys.modules["numpy"], value.__name__, None) is value
 
 
@@ -205,17 +204,17 @@ def _builtin_name(value: Any) -> str:
     return f"{module}:{value.__name__}"
 
 
-def of_any_rank(fact: Json) -> Json:
-    """Return what a guard sees without this process's place among others: what all ranks of a model have in common."""
+def without_rank(fact: Json) -> Json:
+    """Return a guard's expected value without this process's rank, so that all ranks of a model agree on it."""
     if isinstance(fact, dict):
-        return {name: of_any_rank(item) for name, item in fact.items() if name != "rank" or "world_size" not in fact}
+        return {name: without_rank(item) for name, item in fact.items() if name != "rank" or "world_size" not in fact}
     if not isinstance(fact, list | tuple):
         return fact
-    if len(fact) == _GROUP_WORDS and fact[0] == "group":
+    if len(fact) == _GROUP_LENGTH and fact[0] == "group":
         return [fact[0], _from_first(fact[1]), fact[3]]
-    if len(fact) == _MESH_WORDS and fact[0] == "mesh":
-        return [*fact[:2], _from_first(fact[2]), *map(of_any_rank, fact[3:])]
-    return [of_any_rank(item) for item in fact]
+    if len(fact) == _MESH_LENGTH and fact[0] == "mesh":
+        return [*fact[:2], _from_first(fact[2]), *map(without_rank, fact[3:])]
+    return [without_rank(item) for item in fact]
 
 
 def _from_first(ranks: Json) -> Json:
@@ -223,17 +222,17 @@ def _from_first(ranks: Json) -> Json:
 
 
 def describe(kind: str, value: Any) -> Json:
-    """Return what a guard of that kind sees in `value`.
+    """Return the property of `value` that guards of this kind compare.
 
     Raises:
-        NoRuleError: The value cannot be written down as data.
-        GuardError: There is no such kind.
+        NoRuleError: The value cannot be encoded as data.
+        GuardError: The kind is unknown.
     """
     word, _, argument = kind.partition(":")
     if word in _WITH_ARGUMENT:
         return _WITH_ARGUMENT[word](value, argument)
     if word not in _PLAIN:
-        msg = f"The plan holds a guard of the unknown kind {kind!r}; it was written by another version of cgtool."
+        msg = f"The plan has a guard of the unknown kind {kind!r}; it was written by another version of cgtool."
         raise GuardError(msg, actual=kind)
     return _PLAIN[word](value)
 
@@ -256,19 +255,19 @@ def _tensor(value: Any) -> Json:
 
 
 def _steps_of_one(tensor: Any) -> Json:
-    found, natural = [], 1
-    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    strides, contiguous = [], 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size == 1:
-            found.append(None if step == natural else step)
-        natural = step * size
-    return found[::-1]
+            strides.append(None if stride == contiguous else stride)
+        contiguous = stride * size
+    return strides[::-1]
 
 
 def _contains(value: Any, key: str) -> Json:
     wanted = json.loads(key)
     if not isinstance(wanted, list):
         return _plain_key(wanted) in value
-    return any(_literal_or_none(held) == wanted for held in list(value))  # a type, an enum's member, a tuple
+    return any(_literal_or_none(held) == wanted for held in list(value))  # a type, an enum member, a tuple
 
 
 def _literal_or_none(value: Any) -> Json:
@@ -278,45 +277,42 @@ def _literal_or_none(value: Any) -> Json:
         return None
 
 
-#: Where transformers asks what is installed and what the machine has. It marks these functions as constants of the
-#: process for Dynamo, which calls them and keeps no guard; a plan may name no others to be called.
-PROBES = "transformers.utils.import_utils"
-
-
 def _answers(value: Any) -> Json:
-    if getattr(value, "__module__", None) != PROBES or not getattr(value, "_dynamo_marked_constant", False):
-        msg = f"{qualified_name(value)} is no probe of transformers, and cgtool calls no other function."
-        raise NoRuleError(msg)
-    given = inspect.signature(value).parameters.values()
-    if not all(isinstance(parameter.default, bool) for parameter in given):
-        msg = f"{qualified_name(value)} takes more than flags, and its answers depend on what it is given."
-        raise NoRuleError(msg)
-    return [encode_literal(value(*flags)) for flags in itertools.product((False, True), repeat=len(given))]
+    from cgtool.guards.transformers import answers  # imported lazily: only models of transformers need it
+
+    return answers(value)
 
 
 def _computed(value: Any, name: str) -> Json:
-    from cgtool.guards.first_call import value_of_cached  # few models have cached properties
-
-    return encode_literal(value_of_cached(value, name))
+    """Return the value of a `functools.cached_property` without caching it: it may change until the first real use."""
+    member, held = inspect.getattr_static(type(value), name, None), vars(value)
+    if name in held or not isinstance(member, functools.cached_property):
+        return encode_literal(held.get(name))
+    before = set(held)
+    try:
+        return encode_literal(member.func(value))
+    finally:
+        for cached in held.keys() - before:  # other cached properties that this one reads
+            del held[cached]
 
 
 def own_attributes(value: Any) -> list[str]:
-    """Return the names of what an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
+    """Return the names that an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
     if isinstance(value, ModuleType):
         return [name for name, held in list(vars(value).items()) if not _is_part(held, value)]
     return [*getattr(value, "__dict__", ()), *_held_elsewhere(value)]
 
 
 def _held_elsewhere(value: Any) -> list[str]:
-    """Return the names of what an object holds outside of its own dict."""
+    """Return the names that an object holds outside its `__dict__`."""
     if isinstance(value, torch.nn.Module):
         return [name for part in PARTS for name in vars(value)[part]]
     return [name for name in _slots(type(value)) if hasattr(value, name)]
 
 
 def _is_part(held: Any, module: ModuleType) -> bool:
-    """Return whether it is a module within another one, which is imported sooner or later and not its own."""
-    # By `type`: `isinstance` asks the object itself, and a deprecated one of torch.distributed warns then.
+    """Return whether `held` is a submodule of `module`: it appears once something imports it."""
+    # `type` and not `isinstance`, which reads `__class__`: a deprecated object of torch.distributed warns then.
     return issubclass(type(held), ModuleType) and held.__name__.startswith(f"{module.__name__}.")
 
 
@@ -332,12 +328,12 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def names_of(argument: str) -> frozenset[str]:
-    """Return the names that a kind such as `named:<json>` asks for."""
+    """Return the names in the argument of a kind such as `named:<json>`."""
     return frozenset(json.loads(argument))
 
 
 def named(value: Any, names: frozenset[str]) -> list[str]:
-    """Return which of these names an object itself holds, sorted; it may hold thousands more."""
+    """Return which of these names an object itself holds, sorted; it may hold thousands of others."""
     own = getattr(value, "__dict__", {})
     found = names & own.keys()
     if isinstance(value, ModuleType):
@@ -400,7 +396,7 @@ _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A guard that does not hold, and what is there instead (`actual` None when it could not be looked at)."""
+    """A guard that does not hold, with the actual value (None if it could not be evaluated) and a message."""
 
     guard: Guard
     actual: Json
@@ -408,11 +404,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluate(guard: Guard, roots: Roots) -> Json:
-    """Return what `guard` sees now.
+    """Return the value that `guard` compares, as it is now.
 
     Raises:
-        SourceError: Its source is gone.
-        NoRuleError: What is there now cannot be written down.
+        SourceError: Its source no longer exists.
+        NoRuleError: The object at its source cannot be encoded as data.
     """
     source = parse_source(guard.source)
     if source.root == "state":
@@ -424,7 +420,7 @@ def evaluate(guard: Guard, roots: Roots) -> Json:
     return describe(guard.kind, roots.resolve(source))
 
 
-def _looked_at(guard: Guard, roots: Roots) -> Json:
+def _evaluate_or_explain(guard: Guard, roots: Roots) -> Json:
     try:
         return evaluate(guard, roots)
     except GuardError:
@@ -432,9 +428,9 @@ def _looked_at(guard: Guard, roots: Roots) -> Json:
     except Exception as error:  # None has no shape, a number has no length
         now = qualified_name(type(roots.resolve(guard.source)))
         name = source_words(guard.source)
-        msg = f"{name} is of type {now} now, and was of another make when this was compiled ({error})."
+        msg = f"{name} is of type {now} now, and was another kind of object when this was compiled ({error})."
         if isinstance(error, NoRuleError):
-            from cgtool.plan.rendering import expected_words  # kept off the way of a hit
+            from cgtool.plan.rendering import expected_words  # imported lazily: a hit does not need it
 
             was = expected_words(guard.kind, guard.expected)
             msg = f"{name} was {was} when this was compiled and is of type {now} now."
@@ -442,12 +438,12 @@ def _looked_at(guard: Guard, roots: Roots) -> Json:
 
 
 def are_apart(one: Any, other: Any) -> bool:
-    """Return whether two tensors have storages of their own; views of one storage are not apart, overlapping or not."""
+    """Return whether two tensors have different storages; views of one storage are not apart, overlapping or not."""
     return bool(one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr())
 
 
 def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
-    """Return the guards that do not hold now, in order; an empty list means that all hold."""
+    """Return the guards that do not hold now, in order."""
     failures: list[Failure] = []
     seen: dict[tuple[str, int], Guard] = {}
     for guard in guards:
@@ -456,37 +452,38 @@ def check(guards: Iterable[Guard], roots: Roots) -> list[Failure]:
                 first = seen.setdefault((guard.kind, id(roots.resolve(guard.source))), guard)
                 if first is not guard:
                     both = f"{source_words(first.source)} and {source_words(guard.source)}"
-                    said = f"{both} were two objects when this was compiled and are one now."
-                    failures.append(Failure(guard=guard, actual=False, sentence=said))
+                    message = f"{both} were two objects when this was compiled and are one now."
+                    failures.append(Failure(guard=guard, actual=False, sentence=message))
                 continue
-            actual = _looked_at(guard, roots)
+            actual = _evaluate_or_explain(guard, roots)
         except NotImportedError:
             continue
         except GuardError as error:
             failures.append(Failure(guard=guard, actual=None, sentence=str(error)))
             continue
-        if not same(actual, guard.expected):
-            failures.append(Failure(guard=guard, actual=actual, sentence=sentence(guard, actual)))
+        if not equal_json(actual, guard.expected):
+            failures.append(Failure(guard=guard, actual=actual, sentence=_changed_message(guard, actual)))
     return failures
 
 
-def same(one: Json, other: Json) -> bool:
-    """Return whether two descriptions are equal as data: `True` is not `1`."""
+def equal_json(one: Json, other: Json) -> bool:
+    """Return whether two values are equal as JSON: unlike in Python, `True` is not `1`."""
     kind = type(one)
     if kind is not type(other):
         return False
     if kind is list:
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(equal_json, one, other))
     if kind is dict:
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(equal_json(value, other[name]) for name, value in one.items())
     return bool(one == other)
 
 
-def sentence(guard: Guard, actual: Json) -> str:
-    """Say what a guard expected and what is there now: 'layers.0.eps was 1e-06 when this was compiled ...'."""
-    from cgtool.plan.rendering import changed_words  # kept off the way of a hit
+def _changed_message(guard: Guard, actual: Json) -> str:
+    """Return the expected and the actual value as a sentence: 'layers.0.eps was 1e-06 when this was compiled ...'."""
+    from cgtool.plan.rendering import changed_words  # imported lazily: a hit does not need it
 
     try:
         return f"{changed_words(guard.source, guard.kind, guard.expected, actual, when=' when this was compiled')}."
-    except (AttributeError, LookupError, TypeError, ValueError):  # no kind sees what it expects: the plan was changed
-        return f"{source_words(guard.source)} was {str(guard.expected)[:80]} when this was compiled, which cannot be."
+    except (AttributeError, LookupError, TypeError, ValueError):  # a value that this kind never has: an edited plan
+        name, expected = source_words(guard.source), str(guard.expected)[:80]
+        return f"The plan expects {expected} of {name}, which is not possible; the plan was changed by hand."

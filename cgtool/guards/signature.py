@@ -1,14 +1,13 @@
-"""How a call of a model becomes the locals of its method's first frame, in one form for the tracer and for the runtime.
+"""The canonical form of a call: how its arguments become the locals of the method's first frame.
 
-Owns the canonical form of a call. Must not import torch. The *root locals* are the parameters of the method's own
-function (`method.__func__`, not what a decorator wrapped): they are what `arg:<name>` of a source speaks of.
+Shared by the tracer and the runtime. Must not import torch. The *root locals* are the parameters of the method's own
+function (`method.__func__`, not the function that a decorator wrapped); the source `arg:<name>` refers to them.
 
-- A plain function's arguments go to its parameters, defaults applied.
-- A wrapper `(self, *args, **kwargs)` made with `functools.wraps` has `args` and `kwargs` as its locals. Every argument
-  that the wrapped signature can name is moved into `kwargs` in the order of that signature, and left out when it is
-  what the signature has as its default, so that `mask=None` and no mask are one call. What has no name
-  there keeps its place and order.
-- What the wrapped signature does not accept is passed as it came: a wrapper may take what it does not show.
+- The arguments of a plain function are bound to its parameters, with defaults applied.
+- A wrapper `(self, *args, **kwargs)` made with `functools.wraps` has the locals `args` and `kwargs`. Every argument
+  that the wrapped signature names is moved into `kwargs`, in the order of that signature, and left out if it is the
+  default, so that `mask=None` and no mask are the same call. Arguments without a name keep their position and order.
+- A call that the wrapped signature does not accept is passed on unchanged: a wrapper may take more than it shows.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _ABSENT: Any = object()
 
 
 class CallSignature:
-    """The live signature of a bound method; make one with `CallSignature.of(method)`.
+    """The live signature of a bound method; create one with `CallSignature.of(method)`.
 
     Attributes:
         names: The root locals in order.
-        outer: The signature that a user sees, without `self`.
+        outer: The signature that users see, without `self`.
         own: The parameters of the method's own function, without `self`.
-        is_wrapper: Whether `own` takes what `outer` names through `*args` and `**kwargs`.
+        is_wrapper: Whether `own` receives the parameters of `outer` through `*args` and `**kwargs`.
     """
 
     def __init__(
@@ -47,30 +46,30 @@ class CallSignature:
         self.outer = outer
         self.own = own
         self.names: tuple[str, ...] = tuple(own.parameters)
-        #: The module itself where it is the first of `*args`, because the function names no `self`.
+        #: The module itself if it is the first of `*args`, because the function has no parameter `self`.
         self._leading: tuple[Any, ...] = () if owner is None else (owner,)
-        #: The root local that holds keyword arguments without a parameter of their own.
+        #: The root local that collects keyword arguments without a parameter.
         self.var_keyword = _name_of_kind(own, _VAR_KEYWORD)
         self.outer_var_keyword = _name_of_kind(outer, _VAR_KEYWORD)
         self._var_positional = _name_of_kind(own, _VAR_POSITIONAL)
         self.is_wrapper = self.var_keyword is not None and list(outer.parameters) != list(own.parameters)
         bound = self._wrapper_binder() if self.is_wrapper else _plain_binder(own, self._leading)
-        #: Takes what the model takes and returns the values of `names` as a tuple; raises TypeError as the model would.
+        #: Takes the model's arguments and returns the values of `names` as a tuple; raises TypeError as the model does.
         self.binder: Callable[..., tuple[Any, ...]] = bound
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> CallSignature:
-        """Return the signature of `method`, a bound method or any callable that shows its parameters.
+        """Return the signature of `method`, a bound method or any callable with a signature.
 
         Raises:
-            ModelError: The callable shows no signature.
+            ModelError: `inspect` finds no signature for the callable.
         """
         function = getattr(method, "__func__", method)
         try:
             own = inspect.signature(function, follow_wrapped=False)
             outer = inspect.signature(method)
         except (TypeError, ValueError) as error:
-            msg = f"{method!r} shows no signature ({error}); give the model's method named parameters."
+            msg = f"{method!r} has no signature ({error}); give the model's method named parameters."
             raise ModelError(msg, path=getattr(method, "__qualname__", None)) from error
         owner = None
         if function is not method:
@@ -85,12 +84,12 @@ class CallSignature:
         """Return the root locals of the call `method(*args, **kwargs)`.
 
         Raises:
-            TypeError: The call does not fit the method, in the words of Python.
+            TypeError: The call does not match the signature, with Python's message.
         """
         return dict(zip(self.names, self.binder(*args, **kwargs), strict=True))
 
     def arguments(self, locals_: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments that give a call these root locals."""
+        """Return the positional and keyword arguments of a call with these root locals."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for name, parameter in self.own.parameters.items():
@@ -105,12 +104,12 @@ class CallSignature:
         return tuple(args), kwargs
 
     def call(self, method: Callable[..., Any], locals_: Mapping[str, Any]) -> Any:
-        """Call `method`, which has this signature, so that its first frame has these root locals."""
+        """Call `method`, which has this signature, with these root locals."""
         args, kwargs = self.arguments(locals_)
         return method(*args, **kwargs)
 
     def source(self, name: str) -> str:
-        """Return where the argument that users call `name` is found: `arg:x`, or `arg:kwargs["x"]` in a wrapper.
+        """Return the source of the argument that users call `name`: `arg:x`, or `arg:kwargs["x"]` in a wrapper.
 
         Raises:
             ModelError: The method has no such parameter.
@@ -125,24 +124,24 @@ class CallSignature:
             return f"arg:{self.var_keyword}[{json.dumps(name)}]"
         if shown is not None:
             msg = (
-                f"{name!r} collects arguments that have no names of their own (*{name}), so cgtool cannot speak of one "
-                "of them. Give the method named parameters."
+                f"*{name} collects arguments without names, so cgtool cannot refer to one of them. "
+                "Give the method named parameters."
             )
             raise ModelError(msg, path=name)
         known = ", ".join(self.outer.parameters) or "none"
-        msg = f"The model's method takes no argument {name!r}; its parameters are: {known}."
+        msg = f"The model's method has no parameter {name!r}; its parameters are: {known}."
         raise ModelError(msg, path=name, expected=list(self.outer.parameters), actual=name)
 
-    def spoken(self, source: str) -> str:
-        """Return a source as a user would say it: the argument `arg:kwargs["mask"]` is `mask`."""
+    def display_name(self, source: str) -> str:
+        """Return a source as users write it: the argument `arg:kwargs["mask"]` is `mask`."""
         if not source.startswith("arg:"):
             return source_words(source)
         if self.var_keyword is not None:
             source = re.sub(rf'^arg:{re.escape(self.var_keyword)}\["([A-Za-z_]\w*)"\]', r"arg:\1", source)
         return source.removeprefix("arg:")
 
-    def misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Return why the call does not fit the signature that a user sees, or None when it does."""
+    def bind_error(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """Return why the call does not match the signature that users see, or None if it does."""
         try:
             self.outer.bind(*args, **kwargs)
         except TypeError as error:
@@ -157,7 +156,7 @@ class CallSignature:
             try:
                 args, kwargs = canonical(*args, **kwargs)
             except TypeError:
-                # A wrapper may take more than what it wraps, so its own parameters have the last word.
+                # A wrapper may accept more than the function it wraps, so its own parameters decide.
                 return own(*args, **kwargs)
             return own(*args, **kwargs)
 
@@ -169,7 +168,7 @@ def _name_of_kind(signature: inspect.Signature, kind: Any) -> str | None:
 
 
 def _header(signature: inspect.Signature, defaults: dict[str, Any], absent: bool) -> str:
-    """Return the parameter list of a function with this signature; default values are put into `defaults`."""
+    """Return the parameter list of a function with this signature; adds the default values to `defaults`."""
     parts: list[str] = []
     parameters = list(signature.parameters.values())
     for index, parameter in enumerate(parameters):
@@ -190,9 +189,9 @@ def _header(signature: inspect.Signature, defaults: dict[str, Any], absent: bool
 
 
 def _define(name: str, header: str, body: list[str], names: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a function of the live model's own parameter names (nothing from a plan reaches this)."""
+    """Compile a function from the live model's own parameter names (nothing from a plan reaches this)."""
     text = "\n".join([f"def {name}({header}):", *(f"    {line}" for line in body)])
-    exec(compile(text, "<cgtool call>", "exec"), names)  # noqa: S102  # Python itself binds faster than Signature.bind
+    exec(compile(text, "<cgtool call>", "exec"), names)  # noqa: S102  # a real call binds faster than Signature.bind
     function: Callable[..., Any] = names[name]
     return function
 
@@ -210,10 +209,10 @@ def _plain_binder(own: inspect.Signature, leading: tuple[Any, ...]) -> Callable[
 
 
 def _canonicaliser(outer: inspect.Signature) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return a function of the outer signature that gives a call's canonical args and kwargs."""
+    """Return a function with the outer signature that returns a call's canonical args and kwargs."""
     names: dict[str, Any] = {}
     header = _header(outer, names, absent=True)
-    # Longer than any parameter, so that no name made from it is a parameter either.
+    # Longer than any parameter, so that no name derived from it collides with a parameter.
     absent, result = _unused("_absent", outer), "_named" + "_" * max(map(len, outer.parameters), default=0)
     names[absent] = _ABSENT
     by_place, by_name, rest, extra = [], [], None, None
@@ -231,7 +230,7 @@ def _canonicaliser(outer: inspect.Signature) -> Callable[..., tuple[tuple[Any, .
     if any(outer.parameters[name].default is not inspect.Parameter.empty for name in by_place):
         placed = f"tuple(v for v in {placed} if v is not {absent})"
     if rest is not None:
-        # With arguments in *rest, those before it can only be passed by place.
+        # With arguments in *rest, those before it can only be passed by position.
         held = "".join(f"{name}, " for name, _, kind in by_name if kind is not _KEYWORD_ONLY)
         body += [f"if {rest}:", f"    {result} = {{}}"]
         body += [f"    {keep}" for _, keep, kind in by_name if kind is _KEYWORD_ONLY]
@@ -244,7 +243,7 @@ def _canonicaliser(outer: inspect.Signature) -> Callable[..., tuple[tuple[Any, .
 
 
 def _keep(name: str, parameter: inspect.Parameter, index: int, fixed: tuple[str, str], names: dict[str, Any]) -> str:
-    """Return the line that puts an argument into the result, unless it is absent or the very default."""
+    """Return the line that adds an argument to the result, unless it is absent or the default."""
     absent, result = fixed
     if parameter.default is inspect.Parameter.empty:
         return f"{result}[{name!r}] = {name}"
@@ -254,7 +253,7 @@ def _keep(name: str, parameter: inspect.Parameter, index: int, fixed: tuple[str,
 
 
 def _differs(default: Any, value: Any) -> bool:
-    # As text: 0.0 and -0.0 are equal, and two things.
+    # Compared as text, because 0.0 == -0.0.
     plain = type(default) in {int, float, str} and type(value) is type(default)
     return value is not default and not (plain and repr(value) == repr(default))
 

@@ -1,4 +1,4 @@
-"""Sources: how a plan names an object of the live process, and how that object is found again.
+"""Sources: how a plan names an object of the live process, and how the object is resolved.
 
 Must not import torch. Grammar::
 
@@ -7,7 +7,7 @@ Must not import torch. Grammar::
     accessor = "." name                attribute; a name is [A-Za-z0-9_]+, so that `layers.0` reads as in a state dict
              | "[" json "]"            item, the key a JSON string or integer
              | "|type"                 type(x)
-             | "|keys[" n "]"          the n-th key of a dict
+             | "|keys[" n "]"          the n-th key of a dict, from 0
              | "|values[" n "]"        the n-th value of a dict
              | "|list[" n "]"          the n-th element of an iterable
              | "|dict"                 dict(x.__dict__)
@@ -15,8 +15,9 @@ Must not import torch. Grammar::
     module   = ident ("." ident)*
 
 `self` is the model, `arg:x` a local of its method's first frame, `free:x` a variable that the method closes over.
-`module:m` is a module itself and `global:m:x` a name in it; the first takes no accessor. `state:x` names global state
-of torch (see `state.py`) and has no accessors. Types and functions are named `module:Qualname`, in every process alike.
+`module:m` is a module itself and takes no accessors; `global:m:x` is a name in it. `state:x` names global state of
+torch (see `state.py`) and takes no accessors either. Types and functions are named `module:Qualname`, which is the same
+in every process.
 """
 
 from __future__ import annotations
@@ -49,29 +50,29 @@ _ACCESSOR = re.compile(
 )
 
 
-#: Where an `nn.Module` keeps what `setattr` does not put into its own dict.
+#: The dicts in which an `nn.Module` keeps attributes that `setattr` does not put into `__dict__`.
 PARTS = ("_parameters", "_buffers", "_modules")
-#: How sources begin that belong to a call, so that they can only be looked at then.
+#: Prefixes of sources that belong to a call and can be resolved only during one.
 OF_CALL = ("arg:", "state:")
 
 
 class SourceError(GuardError):
-    """A source is malformed, or the object that it names is gone."""
+    """A source is malformed, or the object that it names no longer exists."""
 
 
 class NotImportedError(SourceError):
-    """A source leads into a module that this process has not imported."""
+    """A source refers to a module that this process has not imported."""
 
 
 class Accessor(msgspec.Struct, frozen=True, kw_only=True):
-    """One step from an object to a part of it: `word` is attr, item, type, dict, call, keys, values or list."""
+    """A step from an object to a part of it: `word` is attr, item, type, dict, call, keys, values or list."""
 
     word: str
     key: str | int | None = None
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed source; `prefixes[i]` is the text up to and without `accessors[i]`."""
+    """A parsed source; `prefixes[i]` is the text before `accessors[i]`."""
 
     text: str
     root: str
@@ -103,14 +104,14 @@ def parse_source(text: str) -> Source:
         prefixes.append(text[:position])
         try:
             accessors.append(_accessor(step))
-        except ValueError as error:  # a key that is no JSON, a number without end
+        except ValueError as error:  # a key that is not JSON, a number with too many digits
             raise _unknown(text) from error
         position = step.end()
     return Source(text=text, root=root, names=names, accessors=tuple(accessors), prefixes=tuple(prefixes))
 
 
 def parse_accessor(text: str) -> Accessor | None:
-    """Return the one accessor that `text` spells, or None when it spells something else."""
+    """Return the accessor that `text` spells, or None if it is not exactly one accessor."""
     match = _ACCESSOR.fullmatch(text)
     try:
         return None if match is None else _accessor(match)
@@ -119,7 +120,7 @@ def parse_accessor(text: str) -> Accessor | None:
 
 
 def _unknown(text: str) -> SourceError:
-    msg = f"The source {text!r:.200} of the plan is not of the known form; the cache is damaged or not cgtool's."
+    msg = f"The plan has the malformed source {text!r:.200}; the cache is damaged or was not written by cgtool."
     return SourceError(msg, actual=text)
 
 
@@ -134,12 +135,12 @@ def _accessor(match: re.Match[str]) -> Accessor:
 
 
 class Roots:
-    """Where sources start: the live model, its method and, during a call, the arguments.
+    """The objects that sources start from: the live model, its method and, during a call, the arguments.
 
     Args:
         module: The `torch.nn.Module`.
-        method: The bound method that was traced; its free variables are looked up in its function.
-        arguments: Locals of the method's first frame by name; None outside of a call.
+        method: The bound method that was traced; `free:` sources are looked up in its closure.
+        arguments: Locals of the method's first frame by name; None outside a call.
     """
 
     def __init__(self, module: Any, method: Any = None, arguments: Mapping[str, Any] | None = None) -> None:
@@ -152,7 +153,7 @@ class Roots:
         """Return the object that `source` names.
 
         Raises:
-            SourceError: The source is malformed, or there is no such object now.
+            SourceError: The source is malformed, or the object does not exist.
         """
         if isinstance(source, str):
             source = parse_source(source)
@@ -165,7 +166,7 @@ class Roots:
     def _step(self, source: Source, base: Any) -> Any:
         try:
             return apply_accessor(base, source.accessors[-1])
-        except Exception as error:  # a property of the user's fails in any way it likes
+        except Exception as error:  # user-defined properties can raise anything
             raise _gone(source, f" ({type(error).__name__}: {error})") from error
 
     def _root(self, source: Source) -> Any:
@@ -179,7 +180,7 @@ class Roots:
             return self._free(source)
         if source.root == "arg" and self.arguments is not None and source.names[0] in self.arguments:
             return self.arguments[source.names[0]]
-        msg = f"{source_words(source.text)} can only be looked at during a call."
+        msg = f"{source_words(source.text)} is available only during a call."
         raise SourceError(msg, path=source_words(source.text))
 
     def _global(self, source: Source) -> Any:
@@ -207,23 +208,23 @@ def _gone(source: Source, why: str = "") -> SourceError:
 
 
 def leads_to(source: str, places: Iterable[str]) -> bool:
-    """Return whether a source is one of these, or a part of what one of them names."""
+    """Return whether a source is one of these places or leads to a part of one."""
     return any(source == place or source.startswith((f"{place}.", f"{place}[", f"{place}|")) for place in places)
 
 
-#: What a place holds that holds nothing.
+#: The value of an empty place.
 ABSENT: Any = object()
 
 
 class Place:
-    """Where something of the live model is held: an attribute, found in the object itself, or an item of a dict.
+    """A place in the live model that holds a value: an attribute of the object itself, or an item of a dict.
 
     Args:
-        roots: Where sources start.
-        text: The source of what is held.
+        roots: The objects that sources start from.
+        text: The source of the value.
 
     Raises:
-        SourceError: The source names no attribute and no item, or the object on its way is gone.
+        SourceError: The source is neither an attribute nor an item, or an object on its path no longer exists.
     """
 
     def __init__(self, roots: Roots, text: str) -> None:
@@ -232,15 +233,15 @@ class Place:
             raise _unknown(text)
         self.text = text
         self._base = roots.resolve(source.prefixes[0])
-        *self._way, self._last = source.accessors
+        *self._path, self._last = source.accessors
         self.owner()
 
     def owner(self) -> Any:
-        """Return the object that has the attribute or the item, as it is now."""
-        return functools.reduce(apply_accessor, self._way, self._base)
+        """Return the object that now has the attribute or the item."""
+        return functools.reduce(apply_accessor, self._path, self._base)
 
     def get(self) -> Any:
-        """Return what is held now, or `ABSENT`."""
+        """Return the current value, or `ABSENT`."""
         owner, key = self.owner(), self._last.key
         if self._last.word == "item":
             return owner.get(key, ABSENT)
@@ -248,7 +249,7 @@ class Place:
         return next((holder[key] for holder in (vars(owner), *holders) if key in holder), ABSENT)
 
     def set(self, value: Any) -> None:
-        """Hold `value`; nothing where it is `ABSENT`."""
+        """Store `value`, or delete the attribute or item if `value` is `ABSENT`."""
         owner, key = self.owner(), self._last.key
         if self._last.word == "item" and value is not ABSENT:
             owner[key] = value
@@ -261,7 +262,7 @@ class Place:
 
 
 def apply_accessor(base: Any, accessor: Accessor) -> Any:
-    """Return the part of `base` that the accessor leads to; raises whatever the access raises."""
+    """Return the part of `base` that the accessor leads to; errors of the access propagate."""
     key = accessor.key
     if accessor.word == "attr":
         return getattr(base, str(key))
@@ -273,29 +274,29 @@ def apply_accessor(base: Any, accessor: Accessor) -> Any:
         return dict(vars(base))
     if accessor.word == "call":
         if not isinstance(base, weakref.ref):
-            raise TypeError("only weak references are followed")
+            raise TypeError("only weak references may be called")
         return base()
     elements = list(base.values() if accessor.word == "values" else base)
     return elements[int(key)] if key is not None else elements
 
 
 def find_module(name: str) -> ModuleType:
-    """Return the imported module of that name; the running script answers to its own name.
+    """Return the imported module of that name; the running script is found by its import name.
 
     Raises:
-        NotImportedError: This process has not imported it. Nothing is imported because a plan names it.
+        NotImportedError: This process has not imported it. A name in a plan never causes an import.
     """
     if name in sys.modules:
         return sys.modules[name]
     main = sys.modules.get("__main__")
     if main is not None and canonical_module_name("__main__") == name:
         return main
-    msg = f"The module {name} was imported when this was compiled and is not now."
+    msg = f"The module {name} was imported when this was compiled and is not imported now."
     raise NotImportedError(msg, path=name)
 
 
 def canonical_module_name(name: str) -> str:
-    """Return the name a module is known by everywhere: a script that runs as `__main__` answers to its import name."""
+    """Return the name of a module that is the same in every process: for `__main__`, the script's import name."""
     if name != "__main__":
         return name
     main = sys.modules.get("__main__")
@@ -309,7 +310,7 @@ def canonical_module_name(name: str) -> str:
 
 
 def qualified_name(thing: Any) -> str:
-    """Return `module:Qualname` of a class or function; the running script goes by its import name."""
+    """Return `module:Qualname` of a class or function, with the import name of the running script."""
     module = getattr(thing, "__module__", None) or ""
     name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None) or type(thing).__name__
     return f"{canonical_module_name(module)}:{name}"
@@ -319,8 +320,8 @@ def find_qualified(name: str) -> Any:
     """Return the class or function that `qualified_name` named.
 
     Raises:
-        SourceError: Its module cannot be imported here.
-        AttributeError: The module has no such name any more.
+        SourceError: This process has not imported its module.
+        AttributeError: The module no longer has that name.
     """
     module, _, path = name.partition(":")
     return operator.attrgetter(path)(find_module(module))

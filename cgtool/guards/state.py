@@ -1,20 +1,20 @@
-"""Global state of torch that compiled code was made under, by name, as data: what the source `state:<name>` speaks of.
+"""Global state of torch that compiled code depends on, as data: the source `state:<name>` refers to it.
 
-Owns which names there are, when each matters and what it is now; the tests have a table that says of every setter of
-torch which name sees it, or why none has to. Most names are settings that one call of torch reads: what people call
-them stands in `cgtool.guards._torch`. The others::
+Owns the list of names, when each matters and how it is read. A table in the tests records for every setter of torch
+which name covers it, or why none has to. Most names are settings that one call of torch reads, listed in
+`cgtool.guards._torch`. The others::
 
-    autocast               {} or {device type: dtype} of the types that are on
-    default_device         None, or the type that `torch.set_default_device` or `with device` chose
-    torch_function_mode    names of the active modes, outermost first; a default device is not one
-    recursion_limit        how deep Python may call
+    autocast               {device type: dtype} of the device types with autocast on
+    default_device         None, or the device type set by `torch.set_default_device` or `with device`
+    torch_function_mode    names of the active modes, outermost first, without that of a default device
+    recursion_limit        Python's recursion limit
     distributed            None, or the rank and the size of the default process group
     distributed_backend    None, or its backend
-    machine                what `platform.uname()` tells: system, name, release, version, hardware
-    accelerators           name, memory, architecture and multiprocessors of the visible devices, equal ones once
+    machine                `platform.uname()`: system, node name, release, version, hardware
+    accelerators           name, memory, architecture and multiprocessors of the visible devices, without duplicates
 
-Entries are for inference, so `no_grad` and `inference_mode` share one. Each call looks at the names that matter to its
-model: those of `STATE_NAMES` always, others where traced code asks for them or a compiled piece is made by them.
+Entries are for inference, so `no_grad` and `inference_mode` share one. Each call checks the names that matter to its
+model: always those of `STATE_NAMES`, and others if traced code reads them or a compiled piece depends on them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _backend() -> Json:
 
 
 def _machine() -> Json:
-    told = platform.uname()
-    return [told.system, told.node, told.release, told.version, told.machine]
+    machine = platform.uname()
+    return [machine.system, machine.node, machine.release, machine.version, machine.machine]
 
 
 @functools.cache
@@ -74,11 +74,11 @@ def _accelerators() -> Json:
     if not torch.cuda.is_available():
         return []
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    told = ([p.name, p.total_memory, p.major, p.minor, p.multi_processor_count] for p in devices)
-    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, told))]
+    rows = ([p.name, p.total_memory, p.major, p.minor, p.multi_processor_count] for p in devices)
+    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, rows))]
 
 
-#: What takes more than one call: name → what people call it, and what reads it.
+#: State that takes more than one call to read: name → label in messages, and reader.
 _COMPUTED: dict[str, tuple[str, Callable[[], Json]]] = {
     "autocast": ("autocast", _autocast),
     "default_device": ("torch's default device", _default_device),
@@ -86,22 +86,22 @@ _COMPUTED: dict[str, tuple[str, Callable[[], Json]]] = {
     "recursion_limit": ("Python's recursion limit", sys.getrecursionlimit),
     "distributed": ("the default process group of torch.distributed", _distributed),
     "distributed_backend": ("the backend of the default process group", _backend),
-    "machine": ("what platform.uname() tells of the machine", _machine),
-    "accelerators": ("what torch.cuda.get_device_properties tells", _accelerators),
+    "machine": ("platform.uname()", _machine),
+    "accelerators": ("the list of torch.cuda.get_device_properties", _accelerators),
 }
-#: What is inactive as a rule: name → its value then, and the one call that gives `False` or 0 then.
-_IDLE: dict[str, tuple[Json, Callable[[], Any]]] = {
+#: State that is usually inactive: name → its value then, and a cheap call that returns False or 0 then.
+_INACTIVE: dict[str, tuple[Json, Callable[[], Any]]] = {
     "autocast": ({}, private.any_autocast_enabled),
     "default_device": (None, private.num_torch_function_modes),
     "torch_function_mode": ([], private.num_torch_function_modes),
     "distributed": (None, private.process_group_is_initialized),
     "distributed_backend": (None, private.process_group_is_initialized),
 }
-#: An fp32_precision that nobody set is that of IEEE; setting it so changes nothing.
+#: An unset fp32_precision means IEEE, so setting it to IEEE changes nothing.
 _UNSET, _IEEE = "none", "ieee"
-#: The precision of float32 in every backend and op.
+#: The float32 precision settings of all backends and ops.
 FP32_NAMES: tuple[str, ...] = tuple(name for name in private.SETTINGS if "fp32_precision" in name)
-#: The names that matter to every model, in the order in which the tracer writes them down.
+#: The names that matter to every model, in the order in which the tracer records them.
 STATE_NAMES: tuple[str, ...] = (
     "autocast",
     "autocast_cache",
@@ -119,8 +119,8 @@ STATE_NAMES: tuple[str, ...] = (
     "mkldnn_fp32_precision_matmul",
 )
 _AUTOCAST_DTYPES = ("autocast_dtype_cpu", "autocast_dtype_cuda")
-#: By which names code asks, and for what.
-_ASKED: dict[str, tuple[str, ...]] = {
+#: Names by which code reads state → the state that it reads.
+_READ_BY: dict[str, tuple[str, ...]] = {
     "is_grad_enabled": ("grad_mode",),
     "is_inference_mode_enabled": ("inference_mode",),
     "getrecursionlimit": ("recursion_limit",),
@@ -145,8 +145,8 @@ _ASKED: dict[str, tuple[str, ...]] = {
     "cudnn_sdp_enabled": ("sdp_cudnn",),
     "fp16_bf16_reduction_math_sdp_allowed": ("sdp_math_reduction",),
 }
-#: How the names begin of what pieces are made by, and the words in the names of their ops or devices that tell.
-_CHOSEN: dict[str, tuple[str, ...]] = {
+#: Prefix of state names that affect compiled pieces → substrings of the ops or devices that are affected.
+_USED_BY_PIECES: dict[str, tuple[str, ...]] = {
     "sdp_": ("scaled_dot_product", "multi_head_attention", "_transformer_encoder_layer_fwd"),
     "autocast_dtype_": ("_enter_autocast",),
     "cuda_": ("device cuda",),
@@ -154,48 +154,51 @@ _CHOSEN: dict[str, tuple[str, ...]] = {
 
 
 def names_for_code(words: Iterable[str]) -> list[str]:
-    """Return which further state matters where traced code holds these words as names."""
-    asked = dict.fromkeys(name for word in sorted(words) for name in _ASKED.get(word, ()))
-    return [name for name in asked if name not in STATE_NAMES]
+    """Return the state beyond `STATE_NAMES` that matters to traced code with these names."""
+    read = dict.fromkeys(name for word in sorted(words) for name in _READ_BY.get(word, ()))
+    return [name for name in read if name not in STATE_NAMES]
 
 
 def names_for_pieces(graphs: Iterable[PieceGraph]) -> list[str]:
-    """Return which further state matters to compiled pieces."""
-    has: set[str] = set()
+    """Return the state beyond `STATE_NAMES` that matters to compiled pieces."""
+    used: set[str] = set()
     for graph in graphs:
-        has.update(str(node.target) for node in graph.every_node())
-        has.update(f"device {meta.device}" for meta in (*graph.inputs, *graph.results))
-    begins = tuple(begin for begin, words in _CHOSEN.items() if any(word in name for word in words for name in has))
-    return [name for name in private.SETTINGS if name.startswith(begins)]
+        used.update(str(node.target) for node in graph.every_node())
+        used.update(f"device {meta.device}" for meta in (*graph.inputs, *graph.results))
+    prefixes = tuple(
+        prefix for prefix, parts in _USED_BY_PIECES.items() if any(part in name for part in parts for name in used)
+    )
+    return [name for name in private.SETTINGS if name.startswith(prefixes)]
 
 
 def current(name: str) -> Json:
-    """Return the named state as it is now, as JSON data.
+    """Return the current value of the named state, as JSON data.
 
     Raises:
-        GuardError: There is no such state.
+        GuardError: The name is unknown.
     """
     if name in private.SETTINGS:
         setting = private.SETTINGS[name]
         return _as_json(setting.function(*setting.arguments))
     if name not in _COMPUTED:
         msg = (
-            f"The plan names a state {name!r} that this version of cgtool does not know; warm again with this version."
+            f"The plan checks the state {name!r}, which this version of cgtool does not know; "
+            "warm again with this version."
         )
         raise GuardError(msg, path=f"state:{name}", expected=list(STATE_NAMES), actual=name)
     return _COMPUTED[name][1]()
 
 
 def condition(name: str, expected: Json, constant: Callable[[Any], str]) -> str:
-    """Return the Python of a condition that the named state is as expected; each call of a model evaluates all of them.
+    """Return a Python expression that checks the named state; each call of a model evaluates all of them.
 
     Args:
         name: The state.
-        expected: What it was.
-        constant: Gives a value a name in the namespace of the condition.
+        expected: The value that it had when the model was compiled.
+        constant: Binds a value in the namespace of the expression and returns its name.
 
     Raises:
-        GuardError: There is no such state.
+        GuardError: The name is unknown.
     """
     if name in private.SETTINGS:
         setting = private.SETTINGS[name]
@@ -206,21 +209,21 @@ def condition(name: str, expected: Json, constant: Callable[[Any], str]) -> str:
         return f"{now} == {constant(_as_raw(expected, like=setting.function(*setting.arguments)))}"
     current(name)
     holds = f"{constant(_COMPUTED[name][1])}() == {constant(expected)}"
-    idle, is_active = _IDLE.get(name, (None, None))
-    return f"(not {constant(is_active)}() or {holds})" if is_active is not None and expected == idle else holds
+    inactive, is_active = _INACTIVE.get(name, (None, None))
+    return f"(not {constant(is_active)}() or {holds})" if is_active is not None and expected == inactive else holds
 
 
 def explain_state(name: str, expected: Json, actual: Json) -> str:
-    """Return a sentence that says what the state was when compiled, what it is, and what to do about it."""
+    """Return how the state differs from what it was when the model was compiled, as a sentence."""
     if name == "autocast":
-        return f"autocast is {_autocast_words(actual)} and was {_autocast_words(expected)} when this was compiled"
+        return f"autocast is {_autocast_text(actual)} and was {_autocast_text(expected)} when this was compiled"
     if name == "functorch":
         return "a functorch transform (vmap, grad) is active, and compiled code cannot be transformed"
-    what = private.SETTINGS[name].words if name in private.SETTINGS else _COMPUTED[name][0]
-    return f"{what} is {actual!r} and was {expected!r} when this was compiled"
+    label = private.SETTINGS[name].label if name in private.SETTINGS else _COMPUTED[name][0]
+    return f"{label} is {actual!r} and was {expected!r} when this was compiled"
 
 
-def _autocast_words(value: Any) -> str:
+def _autocast_text(value: Any) -> str:
     return ", ".join(f"on for {kind} with {dtype}" for kind, dtype in sorted(value.items())) if value else "off"
 
 
@@ -233,7 +236,7 @@ def _as_json(value: Any) -> Json:
 
 
 def _as_raw(expected: Json, *, like: Any) -> Any:
-    """Return what a setting's own getter gives where it is as expected; `like` is what it gives now."""
+    """Return the expected value in the form that the setting's getter returns; `like` is its current value."""
     if isinstance(like, torch.dtype) and type(expected) is str:
         return getattr(torch, expected, None)
     return tuple(expected) if isinstance(like, tuple) and type(expected) is list else expected

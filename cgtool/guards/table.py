@@ -1,8 +1,8 @@
-"""Whether the guards of a plan hold, asked of all at once: the quick way beside `cgtool.guards.kinds.check`.
+"""Checks all guards of a plan at once: the fast path in front of `cgtool.guards.kinds.check`.
 
-A table says the same fact of many objects, so each object is looked up once and each fact is compared with what it
-should be, without a record or a sentence for any of them. The answer is yes or no. No may be wrong where an object is
-strange: `check` then has the last word, and the words.
+A table groups the guards that expect the same of many objects, so each object is looked up once and each value is
+compared without building a record or a message. A group that does not hold, or that cannot be evaluated here, goes
+through `check`, which decides and writes the message.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from cgtool.guards.kinds import HOOKS, Failure, check, describe, named, names_of, same
+from cgtool.guards.kinds import HOOKS, Failure, check, describe, equal_json, named, names_of
 from cgtool.guards.sources import Roots, apply_accessor, parse_accessor, qualified_name
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, GuardGroup, GuardTable, Texts
 
 
 def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure]:
-    """Return the guards that do not hold now, of the guards of several variants, each once."""
+    """Return the guards that do not hold now, each once, from the guards of several variants."""
     slow: dict[tuple[str, str, str], Guard] = {}
     tables: dict[int, tuple[Texts, dict[int, GuardGroup]]] = {}
     for of_variant in guards:
@@ -35,17 +35,17 @@ def failures_of(guards: Iterable[Sequence[Guard]], roots: Roots) -> list[Failure
     for texts, groups in tables.values():
         doubtful = _Checker(texts, roots).doubtful(groups.values())
         slow.update({(g.source, g.kind, repr(g.expected)): g for g in GuardTable(texts, doubtful)})
-    # That an object or a class is another one tells more than what follows from it.
-    return sorted(check(slow.values(), roots), key=lambda failure: failure.guard.kind.partition(":")[0] not in _TELLING)
+    # A changed class or type explains more than the failures that follow from it.
+    return sorted(check(slow.values(), roots), key=lambda failure: failure.guard.kind.partition(":")[0] not in _FIRST)
 
 
-#: Kinds of guards whose failures are told first.
-_TELLING = ("class", "type")
+#: Kinds of guards whose failures are reported first.
+_FIRST = ("class", "type")
 _hooks_of = operator.itemgetter(*HOOKS)
 
 
 class _Checker:
-    """Looks at the objects of one table; what it saw of an object is kept, and so is the object."""
+    """Evaluates the guards of one table; caches the objects and their descriptions."""
 
     def __init__(self, texts: Texts, roots: Roots) -> None:
         self._texts = texts
@@ -56,13 +56,13 @@ class _Checker:
         self._class_names: dict[type, str] = {}
 
     def doubtful(self, groups: Iterable[GuardGroup]) -> list[GuardGroup]:
-        """Return those of `groups` that do not hold beyond doubt."""
+        """Return the groups that `check` has to decide: those that do not hold or cannot be evaluated here."""
         return [group for group in groups if not self._holds(group)]
 
     def _holds(self, group: GuardGroup) -> bool:
         try:
             return self._group_holds(group)
-        except Exception:  # noqa: BLE001 - an object that cannot be looked at, for whatever reason, is the slow way's to explain
+        except Exception:  # noqa: BLE001 - `check` explains objects that cannot be evaluated, whatever the reason
             return False
 
     def _group_holds(self, group: GuardGroup) -> bool:
@@ -79,7 +79,7 @@ class _Checker:
         return self._all_described(group.kind, values, group.expected)
 
     def _look_up(self, source: int) -> Any:
-        """Return the object of a source: a part of the object whose text is the beginning of its own."""
+        """Return the object of a source: a part of the object that the source's prefix resolves to."""
         texts, objects, steps = self._texts, self._objects, self._steps
         parent, end = texts.parents[source], texts.ends[source]
         if end not in steps:
@@ -93,7 +93,7 @@ class _Checker:
         return value
 
     def _root(self, text: str) -> Any:
-        """Return the object of a source without accessors; a module or a global of one needs no grammar to be found."""
+        """Return the object of a source without accessors; modules and their globals are found without parsing."""
         word, _, rest = text.partition(":")
         module, _, name = rest.partition(":")
         if word == "global" and module in sys.modules and name.isidentifier():
@@ -101,13 +101,13 @@ class _Checker:
         return sys.modules[rest] if word == "module" and rest in sys.modules else self._roots.resolve(text)
 
     def _all_described(self, kind: str, values: Iterable[Any], expected: Json) -> bool:
-        """Return whether each value looks as expected; one that several sources name is looked at once."""
+        """Return whether each value is as expected; a value that several sources share is described once."""
         described = self._described
         for value in values:
             key = kind, id(value)
             if key not in described:
                 described[key] = describe(kind, value)
-            if not same(described[key], expected):
+            if not equal_json(described[key], expected):
                 return False
         return True
 
@@ -155,7 +155,7 @@ class _Checker:
 
 
 def _step(end: str) -> Callable[[Any], Any] | None:
-    """Return a function that goes the way of one accessor, or None where `end` spells something else."""
+    """Return a function that applies the accessor that `end` spells, or None if it spells something else."""
     accessor = parse_accessor(end)
     if accessor is None:
         return None

@@ -347,7 +347,7 @@ class LoadedModel(AsModule):
             return
         items = [*served.call_inputs, *(served.variant.inputs[i] for i in served.weights)]
         asking = (item for item, tensor in zip(items, (*tensors, *weights), strict=True) if tensor.requires_grad)
-        name = self._signature.spoken(next(asking).source)
+        name = self._signature.display_name(next(asking).source)
         msg = f"{name} requires grad and grad mode is on. {_INFERENCE}: call it under torch.no_grad()."
         raise GuardError(msg, path=name)
 
@@ -357,7 +357,7 @@ class LoadedModel(AsModule):
         from cgtool.runtime.explain import Explainer, refusal
 
         values = self._bind(*args, **kwargs)
-        misfit = self._signature.misfit(args, kwargs)
+        misfit = self._signature.bind_error(args, kwargs)
         if misfit is not None:
             return TypeError(f"{self.plan.method}() {misfit}")
         explainers = [

@@ -50,7 +50,7 @@ class Explainer:
         self._inputs = inputs
         self._variants = variants
         self._signature = signature
-        self._spoken = signature.spoken
+        self._display_name = signature.display_name
         self._module = module
         self._device_index = device_index
         self._bindings = find_bindings(variant, inputs)
@@ -96,16 +96,16 @@ class Explainer:
         if guard.kind == "value" and source_words(guard.source) not in sentence:
             # What is there now has no spelling as data, so its type must do.
             kind = type(roots.resolve(guard.source)).__qualname__
-            name = self._spoken(guard.source)
+            name = self._display_name(guard.source)
             return [f"{name} was {spell(guard.expected)} when this was compiled and is a {kind} now"]
-        return [sentence.replace(source_words(guard.source), self._spoken(guard.source)).rstrip(".")]
+        return [sentence.replace(source_words(guard.source), self._display_name(guard.source)).rstrip(".")]
 
     def _tensors(self, roots: Roots) -> tuple[dict[int, Any], list[str]]:
         """Return the tensors that are of the right make, by index, and what is wrong with the others."""
         tensors: dict[int, Any] = {}
         problems: list[str] = []
         for index, item in enumerate(self._inputs):
-            name = self._spoken(item.source)
+            name = self._display_name(item.source)
             try:
                 value = roots.resolve(item.source)
             except SourceError:
@@ -158,13 +158,13 @@ class Explainer:
         stride = tuple(_value(step, values) for step in meta.stride)
         known = tuple(step for step in stride if step is not None)
         if not found and len(known) == len(stride) and strides_matter(tensor, known):
-            name = self._spoken(self._inputs[index].source)
+            name = self._display_name(self._inputs[index].source)
             advice = f"; pass {name}.contiguous()" if _is_contiguous(tensor.shape, known) else ""
             found.append(f"{name} has the strides {tensor.stride()} and was traced with {known}{advice}")
         return found
 
     def _where(self, index: int, dim: int) -> str:
-        return f"the size of {self._spoken(self._inputs[index].source)} in dimension {dim}"
+        return f"the size of {self._display_name(self._inputs[index].source)} in dimension {dim}"
 
     def _called(self, symbol: str) -> str:
         if symbol in self._dims:

@@ -23,8 +23,8 @@ from cgtool.errors import CgtoolError, ModelError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
 from cgtool.guards.code import op_digest
-from cgtool.guards.files import distributions_now, sources_now
-from cgtool.guards.kinds import same
+from cgtool.guards.files import installed_versions, source_digests
+from cgtool.guards.kinds import equal_json
 from cgtool.guards.sources import qualified_name
 from cgtool.host import variables_now
 from cgtool.plan.grammar import digest_of
@@ -117,8 +117,8 @@ def _compiler_now(_: Live, stored: Json) -> Json:
 
 
 FACTORS: Mapping[str, Rule] = {
-    "sources": Rule(when="first", now=lambda _, stored: sources_now(stored)),
-    "distributions": Rule(when="first", now=lambda _, stored: distributions_now(stored)),
+    "sources": Rule(when="first", now=lambda _, stored: source_digests(stored)),
+    "distributions": Rule(when="first", now=lambda _, stored: installed_versions(stored)),
     "variables": Rule(when="first", now=lambda _, stored: variables_now(stored)),
     "ops": Rule(when="first", now=_ops_now),
     "guards": Rule(when="elsewhere", now=lambda _, stored: stored),
@@ -163,7 +163,7 @@ def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[
     for name, rule in FACTORS.items():
         if name in stored and when in (rule.when, None):
             now = rule.now(live, stored[name])
-            if not same(stored[name], now):  # to compare two digests of a big factor costs milliseconds
+            if not equal_json(stored[name], now):  # to compare two digests of a big factor costs milliseconds
                 from cgtool.store.key import difference_between, sentences  # kept off the way of a hit
 
                 found += sentences(difference_between(name, stored[name], now))

@@ -189,10 +189,10 @@ class Finder:
         tables = [variant.model_guards for variant in plan.variants]
         roots = Roots(self._module, method)
         if isinstance(tables[0], GuardTable) and "transformers.utils.output_capturing" in sys.modules:
-            from cgtool.guards.first_call import install_hooks, with_hooks  # other models need none
+            from cgtool.guards.transformers import install_hooks, models_with_hooks  # other models need none
 
             with contextlib.suppress(SourceError):
-                for source in with_hooks(tables[0].texts.whole):  # the plan's
+                for source in models_with_hooks(tables[0].texts.whole):  # the plan's
                     install_hooks(roots.resolve(source))
         failures = failures_of(tables, roots)
         if failures:

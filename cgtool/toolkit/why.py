@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from cgtool.config import CompilationConfig
 from cgtool.errors import CacheError, CacheMissError
 from cgtool.events import OnEvent, ignore
-from cgtool.guards.files import sources_now
+from cgtool.guards.files import source_digests
 from cgtool.host import environment
 from cgtool.model import ModelSpec
 from cgtool.store.key import difference_between
@@ -162,7 +162,7 @@ def _of_files(nearest: EntrySide) -> dict[str, Reason]:
     except CacheError:
         return {}
     found = {}
-    for difference in difference_between("sources", stored, sources_now(stored)):
+    for difference in difference_between("sources", stored, source_digests(stored)):
         module = difference.path.removeprefix("sources.")
         text = _text_now(module)
         if text is not None and module in stored:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.guards.code import code_digest
-from cgtool.guards.files import distributions_now, file_of
+from cgtool.guards.files import file_of, installed_versions
 from cgtool.guards.sources import SourceError, canonical_module_name, find_qualified
 from cgtool.plan.grammar import Record
 from cgtool.plan.records import Guard
@@ -77,7 +77,7 @@ def user_code(
     read = {*variables, *variables_read(reads, traced), *variables_read_by_given(_reads_of(given), given)}
     return UserCode(
         sources=dict(sorted(found.digests.items())),
-        distributions=dict(sorted({**distributions_now(distributions), **found.distributions}.items())),
+        distributions=dict(sorted({**installed_versions(distributions), **found.distributions}.items())),
         variables=tuple(sorted(read)),
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cgtool.guards.code import is_given
+from cgtool.guards.code import is_platform_code
 
 #: A longer string is a text.
 _MAX_LENGTH = 80
@@ -91,7 +91,7 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
 def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
     """Yield the special methods of classes: what Python calls for an operator or a format is not traced."""
     for cls in classes:
-        for name, member in () if is_given(cls) else vars(cls).items():
+        for name, member in () if is_platform_code(cls) else vars(cls).items():
             if isinstance(member, types.FunctionType) and name.startswith("__") and name != "__init__":
                 yield member.__code__
 
@@ -103,7 +103,7 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
     `isinstance` and `issubclass` by metaclasses and hooks. Methods of other classes that are met count where these
     functions name them.
     """
-    own = [cls for cls in classes if not is_given(cls)]
+    own = [cls for cls in classes if not is_platform_code(cls)]
     pending = [
         function
         for cls in own
@@ -114,7 +114,7 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
     seen: set[types.FunctionType] = set()
     while pending:
         function = pending.pop()
-        if function in seen or is_given(function):
+        if function in seen or is_platform_code(function):
             continue
         seen.add(function)
         yield function.__code__
@@ -149,7 +149,7 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
     if isinstance(value, property):
         return _functions_of(value.fget)
     cls, method = (value, "__init__") if isinstance(value, type) else (type(value), "__call__")
-    return [] if is_given(cls) else _functions_of(vars(cls).get(method))
+    return [] if is_platform_code(cls) else _functions_of(vars(cls).get(method))
 
 
 def enumerates(names: frozenset[str]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cgtool.guards.code import is_given
+from cgtool.guards.code import is_platform_code
 
 #: Modules that Dynamo traces in the place of others, or that only a process that traces imports; and the namespaces of
 #: ops, which hold what was asked for so far and are no modules that can be found again.
@@ -44,7 +44,7 @@ def has_identity(value: Any) -> bool:
         return False
     if type(value).__module__ in _VALUES:
         return False
-    return not callable(value) or isinstance(value, nn.Module) or not is_given(type(value))
+    return not callable(value) or isinstance(value, nn.Module) or not is_platform_code(type(value))
 
 
 def is_held(member: Any) -> bool:

@@ -31,9 +31,10 @@ import torch
 from torch import nn
 
 from cgtool.errors import TraceError
-from cgtool.guards.code import is_given
-from cgtool.guards.kinds import PROBES, NoRuleError, describe, encode_literal, own_attributes
+from cgtool.guards.code import is_platform_code
+from cgtool.guards.kinds import NoRuleError, describe, encode_literal, own_attributes
 from cgtool.guards.sources import Roots, SourceError, canonical_module_name, parse_source, qualified_name
+from cgtool.guards.transformers import PROBES
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
@@ -258,7 +259,7 @@ class _Walk:
 
     def _object(self, source: str, value: Any) -> None:
         cls = type(value)
-        if not is_given(cls):
+        if not is_platform_code(cls):
             self._class(f"{source}|type", cls)
         elif not isinstance(value, (nn.Module, *_HOLDERS)):
             return
@@ -399,14 +400,14 @@ class _Walk:
         """Take in a class and its bases; of one that comes with torch, the methods that traced code names."""
         if is_of_call(source):  # a class is no part of a call
             source = f"global:{canonical_module_name(cls.__module__)}:{cls.__qualname__}"
-        if is_given(cls) and isinstance(cls, abc.ABCMeta):
+        if is_platform_code(cls) and isinstance(cls, abc.ABCMeta):
             self.abstract[source] = cls
         for index, owner in enumerate(cls.__mro__):
             text = f"{source}.__mro__[{index}]" if index else source
-            if owner in self.classes or (is_given(owner) and not issubclass(owner, (nn.Module, torch.Tensor))):
+            if owner in self.classes or (is_platform_code(owner) and not issubclass(owner, (nn.Module, torch.Tensor))):
                 continue
             self.classes[owner] = text
-            if is_given(owner):
+            if is_platform_code(owner):
                 self._methods(text, owner)
             else:
                 self._definition(text, owner)
@@ -416,10 +417,10 @@ class _Walk:
         containers = self.names.intersection(n for n, v in own.items() if isinstance(v, (list, dict, set)))
         kind = f"class:{_argument(sorted(containers | self.names.intersection(_CALLED)))}"
         self.add(source, kind, describe(kind, cls))
-        if not is_given(type(cls)):
+        if not is_platform_code(type(cls)):
             self._class(f"{source}|type", type(cls))
         for name, member in own.items():
-            if not is_given(type(member)) and not isinstance(member, cls) and _NAME.fullmatch(name):
+            if not is_platform_code(type(member)) and not isinstance(member, cls) and _NAME.fullmatch(name):
                 self._class(f'{source}|dict["{name}"]|type', type(member))
             if (
                 name in self.names.difference(_OF_A_FLAG if issubclass(cls, enum.Flag) else ())

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cgtool.guards.code import define, is_given
+from cgtool.guards.code import define, is_platform_code
 from cgtool.plan.rendering import definition_words
 
 pytestmark = pytest.mark.torch
@@ -159,6 +159,6 @@ def test_a_definition_is_the_same_in_every_process():
 
 
 def test_classes_of_torch_and_python_are_given():
-    assert is_given(dict)
-    assert is_given(enum.Enum)
-    assert not is_given(Everything)
+    assert is_platform_code(dict)
+    assert is_platform_code(enum.Enum)
+    assert not is_platform_code(Everything)

@@ -178,7 +178,7 @@ class Text(str):
     ids=lambda value: type(value).__name__,
 )
 def test_a_value_without_a_rule_is_named(value):
-    with pytest.raises(NoRuleError, match=r"A value of type .* cannot be written down as data"):
+    with pytest.raises(NoRuleError, match=r"A value of type .* cannot be encoded as data"):
         encode_literal(value)
 
 

@@ -144,8 +144,8 @@ def test_what_only_the_wrapper_takes_is_passed_as_it_came():
 
     signature = CallSignature.of(Lenient().forward)
     assert signature.bind((1,), {"return_dict": False}) == {"args": (1,), "kwargs": {"return_dict": False}}
-    assert signature.misfit((1,), {"return_dict": False}) == "got an unexpected keyword argument 'return_dict'"
-    assert signature.misfit((1,), {}) is None
+    assert signature.bind_error((1,), {"return_dict": False}) == "got an unexpected keyword argument 'return_dict'"
+    assert signature.bind_error((1,), {}) is None
 
 
 def test_sources_and_spoken_names():
@@ -155,8 +155,8 @@ def test_sources_and_spoken_names():
     assert wrapped.source("other") == 'arg:kwargs["other"]'
     assert twice.source("first") == "arg:args[1]"
     assert twice.source("mask") == 'arg:kwargs["mask"]'
-    assert wrapped.spoken('arg:kwargs["mask"][0]') == "mask[0]"
-    assert plain.spoken('arg:batch["x"][0]') == 'batch["x"][0]'
+    assert wrapped.display_name('arg:kwargs["mask"][0]') == "mask[0]"
+    assert plain.display_name('arg:batch["x"][0]') == 'batch["x"][0]'
     with pytest.raises(ModelError, match=r"no argument 'nope'; its parameters are: input_ids, mask, scale"):
         plain.source("nope")
 
@@ -182,5 +182,5 @@ def test_a_function_set_on_the_instance_is_taken_as_it_stands():
     signature = CallSignature.of(forward)
     assert signature.bind((1,), {}) == {"x": 1, "y": 2}
     assert signature.call(forward, {"x": 1, "y": 2}) == 3
-    with pytest.raises(ModelError, match="shows no signature"):
+    with pytest.raises(ModelError, match="has no signature"):
         CallSignature.of(type)

@@ -14,7 +14,7 @@ from trace_harness import EAGER, agree, spec_of
 import cgtool
 from cgtool.compiler.pipeline import warm
 from cgtool.errors import CacheMissError, GuardError, TraceError
-from cgtool.guards.files import distributions_now, find_spec, sources_now
+from cgtool.guards.files import find_spec, installed_versions, source_digests
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout
 from cgtool.trace.closure import closure_of
@@ -82,7 +82,7 @@ def test_imports_are_followed_wherever_they_stand(project):
     }
     assert {name for name, digest in found.digests.items() if digest is None} == {"not_there"}
     assert found.distributions == {}
-    assert sources_now(found.digests) == found.digests
+    assert source_digests(found.digests) == found.digests
     assert not {"root", "pkg", "pkg.sub"} & set(sys.modules)  # nothing was imported
 
 
@@ -91,7 +91,7 @@ def test_installed_distributions_enter_by_version_and_are_not_followed(project):
     found = closure_of(["root"])
     assert set(found.digests) == {"root"}
     assert set(found.distributions) == {"pyyaml", "click"}
-    assert distributions_now(found.distributions) == found.distributions
+    assert installed_versions(found.distributions) == found.distributions
 
 
 def test_what_is_installed_in_a_folder_of_the_users_is_a_distribution(project):
@@ -105,7 +105,7 @@ def test_what_is_installed_in_a_folder_of_the_users_is_a_distribution(project):
     assert found.distributions == {"shipped": "1.5"}
     assert set(found.digests) == {"root", "own"}
     (folder / "Shipped-1.5.dist-info").rename(folder / "Shipped-1.6.dist-info")
-    assert distributions_now(["shipped", "none"]) == {"shipped": "1.6", "none": None}
+    assert installed_versions(["shipped", "none"]) == {"shipped": "1.6", "none": None}
 
 
 def test_a_package_that_is_installed_in_place_is_the_users(project, monkeypatch, tmp_path):
@@ -135,14 +135,14 @@ def test_a_module_is_found_without_importing_what_is_above_it(project):
     (folder / "above/__init__.py").write_text("raise SystemExit")
     assert find_spec("above.leaf").origin == str(folder / "above/leaf.py")
     assert find_spec("above.nothing") is None
-    assert sources_now(["above.leaf", "above.nothing", "sys"])["above.nothing"] is None
+    assert source_digests(["above.leaf", "above.nothing", "sys"])["above.nothing"] is None
 
 
 def test_many_files_are_read_as_few_are(project):
     project(**{f"many{number}": f"NUMBER = {number}" for number in range(150)})
     names = [f"many{number}" for number in range(150)]
-    together = sources_now(names)
-    assert together == {name: sources_now([name])[name] for name in names}
+    together = source_digests(names)
+    assert together == {name: source_digests([name])[name] for name in names}
     assert len(set(together.values())) == 150
 
 

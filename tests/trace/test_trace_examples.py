@@ -235,7 +235,7 @@ def test_a_dimension_that_the_example_has_not_is_named(dynamic, fixed, words):
 
 def test_a_parameter_that_is_none_is_named():
     signature = CallSignature.of(Plain().forward)
-    with pytest.raises(ModelError, match="takes no argument 'y'; its parameters are: x"):
+    with pytest.raises(ModelError, match="has no parameter 'y'; its parameters are: x"):
         arguments_for(ExampleCall(args=(torch.zeros(3),)), signature, Dims.of({"y": {0: "n"}}), {})
 
 
