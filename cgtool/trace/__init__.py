@@ -1,1 +1,1 @@
-"""Trace: a model and an example call become one graph, with its guards, sources and outputs as data."""
+"""Traces a model on an example call into one graph, with its guards, sources and outputs as data."""

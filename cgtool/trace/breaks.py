@@ -1,4 +1,4 @@
-"""Dynamo's refusals as sentences for the user: their own line, what broke there, and what to do about it."""
+"""Turns Dynamo's errors into messages for the user: the line of their code, the cause, and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRAP = "wrap it into a custom op with `cgtool.direct_register_custom_op`."
 _HINTS = (
     (
         r"\brandom\b|RandomValueSource",
-        "Draw random numbers with torch (torch.rand): those of `random` and numpy would be the same in every call.",
+        "Draw random numbers with torch (torch.rand): those of `random` and NumPy would be the same in every call.",
     ),
     (
         r"print|logging|warnings",
@@ -30,26 +30,26 @@ _HINTS = (
         r"\.item\(\)|_local_scalar_dense|tolist|data.dependent|OnDataDependent|nonzero|Dynamic shape|PendingUnbacked",
         "Compute it before the call and pass it in, or keep it a tensor (torch.where, masks of a fixed size).",
     ),
-    (r"nn\.Parameter\(\)", "Make parameters and modules when the model is built, and not in forward."),
-    (r"builtin|skipfiles|skip function|C/C\+\+|marked as skipped", f"Take the call out of forward, or {_WRAP}"),
+    (r"nn\.Parameter\(\)", "Create parameters and modules when the model is built, not in forward."),
+    (r"builtin|skipfiles|skip function|C/C\+\+|marked as skipped", f"Move the call out of forward, or {_WRAP}"),
 )
 _DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"
 #: How Dynamo quotes an error of the model itself, which eager would raise too.
 _OWN_ERROR = re.compile(r"Dynamo failed to run FX node with fake tensors: .*?got (\w+)\([\"'](.*?)[\"']\)", re.DOTALL)
 #: How Dynamo reports an exception that the model's code raises and does not catch.
 _RAISED = re.compile(r"Observed exception.*raised exception (\w+)\(([^\n]*)\)", re.DOTALL)
-#: What Dynamo says of a dimension that was marked and has one size only, and where it says why.
+#: How Dynamo reports a marked dimension that the code specializes, and the stack that explains it.
 _SPECIALISED = re.compile(
     r"You marked L(?:\['kwargs'\])?\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
     r"constant \((\d+)\)"
 )
 _STACK = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
-_SAID = re.compile(r"ConstantVariable\(str: ['\"](.*?)['\"]\)")
-#: What torch raises where a branch or a number depends on data: Dynamo's limit, and no fault of the example.
-_OF_DATA = "GuardOnDataDependentSymNode"
-#: How lines of torch's begin that help nobody who has the user's line.
+_RAISED_TEXT = re.compile(r"ConstantVariable\(str: ['\"](.*?)['\"]\)")
+#: Raised by torch if a branch or a number depends on data: a limit of Dynamo, not a fault of the example.
+_DATA_DEPENDENT = "GuardOnDataDependentSymNode"
+#: Beginnings of lines in torch's messages that are useless next to the user's line.
 _NOISE = ("Caused by: ", "For more information, ", "For extended logs ", "If you suspect the guard", "For more debug")
-#: How much of Dynamo's own words is shown, in lines.
+#: How many lines of Dynamo's message are shown.
 _MAX_LINES = 5
 
 
@@ -57,8 +57,8 @@ class FixedDimensionError(TraceError):
     """The model's code fixes dimensions that should be dynamic.
 
     Attributes:
-        fixed: Parameter and dimension → its only size.
-        because: The user's line, where Dynamo tells it.
+        fixed: (parameter, dimension) → its only size.
+        because: The user's line, if Dynamo reports it.
     """
 
     def __init__(self, message: str, *, fixed: Mapping[tuple[str, int], int], because: str) -> None:
@@ -68,34 +68,34 @@ class FixedDimensionError(TraceError):
 
 
 @contextlib.contextmanager
-def explained(method: Callable[..., Any]) -> Iterator[None]:
-    """Turn what Dynamo raises into a `GraphBreakError` or a `TraceError` with the user's own line."""
+def explain_errors(method: Callable[..., Any]) -> Iterator[None]:
+    """Turn Dynamo's exceptions into a `GraphBreakError` or a `TraceError` with the user's line."""
     try:
         yield
     except CgtoolError:
         raise
     except private.ConstraintViolationError as error:
-        raise _specialised(error) from error
+        raise _fixed_dimension_error(error) from error
     except private.TorchDynamoException as error:
         cause = getattr(error, "inner_exception", None) or error.__cause__
         if isinstance(cause, CgtoolError):
             raise cause from None
         if "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__:
-            raise _specialised(error) from error
+            raise _fixed_dimension_error(error) from error
         raise _graph_break(error, method) from error
-    except Exception as error:  # the model's code raises what it likes
-        if type(error).__name__ == _OF_DATA:
+    except Exception as error:  # the model's code can raise anything
+        if type(error).__name__ == _DATA_DEPENDENT:
             raise _graph_break(error, method) from error
-        raise _failed(type(error).__name__, str(error), error, method) from error
+        raise _model_error(type(error).__name__, str(error), error, method) from error
 
 
-def _failed(kind: str, text: str, error: Exception, method: Callable[..., Any]) -> TraceError:
+def _model_error(kind: str, text: str, error: Exception, method: Callable[..., Any]) -> TraceError:
     where = _user_line(error, method)
     msg = f"The model fails on the example: {kind}: {text}{where}\nCorrect the example or the model."
     return TraceError(msg, actual=text)
 
 
-def _specialised(error: Exception) -> TraceError:
+def _fixed_dimension_error(error: Exception) -> TraceError:
     text = re.sub(r"\s+", " ", str(error))
     fixed = {(parameter, int(dim)): int(size) for parameter, dim, size in _SPECIALISED.findall(text)}
     places = "; ".join(f"{parameter}, dimension {dim}, is always {size}" for (parameter, dim), size in fixed.items())
@@ -104,7 +104,7 @@ def _specialised(error: Exception) -> TraceError:
     because = f"`{linecache.getline(file, int(line)).strip()}` ({Path(file).name}:{line})" if file else ""
     msg = (
         f"A dimension that should be dynamic is not: {places or text[:600]} in this model"
-        f"{f' because of {because}' if because else ''}. Take it out of `dynamic`, or change the code that fixes it."
+        f"{f' because of {because}' if because else ''}. Remove it from `dynamic`, or change the code that fixes it."
     )
     return FixedDimensionError(msg, fixed=fixed, because=because)
 
@@ -114,27 +114,26 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
     for end in ("\nfrom user code", "Developer debug context", "User Stack"):
         what = what.partition(end)[0].strip()
     own = _OWN_ERROR.search(what)
-    if own is not None and own[1] != _OF_DATA:
-        return _failed(own[1], own[2], error, method)
+    if own is not None and own[1] != _DATA_DEPENDENT:
+        return _model_error(own[1], own[2], error, method)
     raised = _RAISED.search(full)
     if raised is not None:
-        return _failed(raised[1], ", ".join(_SAID.findall(raised[2])) or raised[2].strip("'\""), error, method)
+        text = ", ".join(_RAISED_TEXT.findall(raised[2])) or raised[2].strip("'\"")
+        return _model_error(raised[1], text, error, method)
     if "RecursionError" in what:
-        what = (
-            "Dynamo loops without end on an object here, such as a decimal.Decimal. Keep the value as a plain number."
-        )
+        what = "Dynamo recurses endlessly on an object here, such as a decimal.Decimal. Store a plain number."
     lines = [line.strip() for line in what.splitlines() if line.strip() and "report an issue" not in line]
     lines = [line for line in lines if not line.startswith(_NOISE)]
     brief = "\n  ".join(lines[:_MAX_LINES])
-    # Dynamo's own hints and examples name things that the model may not even use.
-    said = re.sub(r"\(e\.g\..*?\)", "", "\n".join(line for line in lines if not line.startswith("Hint:")))
-    hint = next((advice for pattern, advice in _HINTS if re.search(pattern, said)), _DEFAULT_HINT)
+    # Dynamo's own hints and examples name functions that the model may not even use.
+    relevant = re.sub(r"\(e\.g\..*?\)", "", "\n".join(line for line in lines if not line.startswith("Hint:")))
+    hint = next((advice for pattern, advice in _HINTS if re.search(pattern, relevant)), _DEFAULT_HINT)
     msg = f"The model cannot be traced into one graph.{_user_line(error, method)}\n  {brief}\n{hint}"
     return GraphBreakError(msg, actual=what)
 
 
 def _user_line(error: Exception, method: Callable[..., Any]) -> str:
-    """Return where it happened, on a line of its own: the innermost frame of the user's, as Dynamo or Python saw it."""
+    """Return the innermost frame of the user's code, from Dynamo or the traceback, on a separate line."""
     frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
     frames = frames or list(private.translated_lines(error))
     walked = traceback.walk_tb(error.__traceback__)
@@ -144,12 +143,12 @@ def _user_line(error: Exception, method: Callable[..., Any]) -> str:
 
 
 def local_of(error: GraphBreakError, function: str, name: str) -> Any:
-    """Return what a local of a function is, if a trace failed within that; else None."""
+    """Return the value of a function's local, if a trace failed inside that function; else None."""
     return private.value_of_local(error.__cause__, function, name) if error.__cause__ is not None else None
 
 
 def line_of_return(method: Callable[..., Any]) -> str:
-    """Return the line at which a method returns, or that of its head where it returns at several."""
+    """Return the line on which a method returns, or its first line if there are several returns."""
     code = getattr(method, "__func__", method).__code__
     steps = (step for step in dis.get_instructions(code) if step.opname.startswith("RETURN_"))
     lines = {step.positions.lineno for step in steps if step.positions is not None}
@@ -158,11 +157,11 @@ def line_of_return(method: Callable[..., Any]) -> str:
 
 
 def line_of(frames: Iterable[tuple[str, int, str]], own: str = "") -> str:
-    """Return the innermost frame (file, line, function) of the user's, on a line of its own.
+    """Return the innermost frame of the user's code as text on a separate line.
 
     Args:
-        frames: The outermost first.
-        own: A file that is the user's wherever it lies.
+        frames: (file, line, function), the outermost first.
+        own: A file that counts as the user's regardless of its location.
     """
     chosen = [frame for frame in frames if frame[0] == own or _is_users(frame[0])]
     if not chosen:

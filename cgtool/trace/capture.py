@@ -1,4 +1,4 @@
-"""One trace: the model's method on one example at one variant's sizes becomes a graph and what it rests on."""
+"""Traces the model's method once, on one example at one variant's sizes, into a graph and the facts it depends on."""
 
 from __future__ import annotations
 
@@ -21,15 +21,24 @@ from cgtool.ops import is_torchs_own
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, Settled, source_words
 from cgtool.trace import _torch as private
-from cgtool.trace.breaks import explained, line_of_return
+from cgtool.trace.breaks import explain_errors, line_of_return
 from cgtool.trace.files import function_guards
 from cgtool.trace.groups import name_groups
 from cgtool.trace.guards import GuardRecorder, combined, module_frame, split_guards
-from cgtool.trace.installed import Asked, listening
-from cgtool.trace.kept import Held, NextState, State, can_be_kept, looked_at, missed, passed_by, put_back
-from cgtool.trace.local_tensors import of_local_tensors
+from cgtool.trace.installed import Asked, recorded_lookups
+from cgtool.trace.kept import (
+    Held,
+    NextState,
+    State,
+    absent_attributes,
+    can_be_kept,
+    looked_at,
+    put_back,
+    unique_sources,
+)
+from cgtool.trace.local_tensors import to_local_tensors
 from cgtool.trace.outputs import MarkedSizes, TemplateReader, mark_outputs
-from cgtool.trace.public_ops import hold_arrays, write_publicly
+from cgtool.trace.public_ops import embed_numpy_arrays, replace_private_ops
 from cgtool.trace.questions import question_guards, shown_steps
 from cgtool.trace.refusals import (
     ALWAYS,
@@ -40,32 +49,32 @@ from cgtool.trace.refusals import (
     refuse_surroundings,
 )
 from cgtool.trace.sources import Frame, source_text
-from cgtool.trace.touched import touched
+from cgtool.trace.touched import find_touched
 from cgtool.trace.writes import Writes, computed_guards, inherited_guards, writes_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one trace gave.
+    """The result of one trace.
 
     Args:
         graph_module: Dynamo's full graph; each node has `meta["example_value"]`.
         input_sources: The source of each tensor placeholder, in the graph's order.
         dims: (name, source, dimension) of each dynamic dimension, where `source` is one of `input_sources`.
-        model_guards: What must hold of the model and of globals.
-        call_guards: What must hold of each call, sizes and tensors aside.
-        codes: The code that the trace went through.
-        classes: The classes of the objects that it touched.
-        variables: The variables of the environment that Dynamo guarded.
-        asked: The modules and distributions that the code asked for.
-        output: The template of what the method returned; graph outputs are `["out", position]`.
+        model_guards: Conditions on the model and on globals.
+        call_guards: Conditions on each call, other than sizes and tensors.
+        codes: The traced code.
+        classes: The user's classes that the trace could have read.
+        variables: The environment variables that Dynamo guarded.
+        asked: The modules and distributions that the code looked up.
+        output: The template of the method's result; graph outputs are `["out", position]`.
         shape_env: Dynamo's ShapeEnv: ranges of symbols and relations between them.
-        settled: The plain attributes of the model that a call sets for good.
-        kept: The template of what a call leaves in each of these places of the model, by source.
-        lines: The user's line that sets each, by source.
-        looked_at: What of the model Dynamo looked at.
-        state: The state of the model that it was traced in.
-        left: The state that the call leaves it in, where that is another one.
+        settled: The plain attributes of the model that a call sets once and for all.
+        kept: The template of the value that a call leaves in each of these places of the model, by source.
+        lines: The user's line that sets each of them, by source.
+        looked_at: The sources in the model that Dynamo read.
+        state: The state of the model during the trace.
+        left: The state in which the call leaves the model; None if it leaves nothing.
     """
 
     graph_module: fx.GraphModule
@@ -88,7 +97,7 @@ class Trace:
 
 
 class _Capture:
-    """The backend that keeps what Dynamo made of one frame of a model that calls left something in these places of."""
+    """The Dynamo backend that captures the graph of the frame; `left` are the places in which calls left values."""
 
     def __init__(self, roots: Roots, marked: list[tuple[torch.Tensor, int, str]], left: Collection[str]) -> None:
         self._roots = roots
@@ -98,11 +107,12 @@ class _Capture:
         self.frame: Frame | None = None
         self.codes: list[types.CodeType] = []
         self.writes = Writes()
-        #: What Dynamo's bytecode sets, as it is before: what lasts, and what is to be as it was.
+        #: The values, before the call, of places that Dynamo's bytecode sets: those that the call changes, and others.
         self.lasting: list[Held] = []
         self.unchanged: list[Held] = []
+        #: The graph's outputs as fake tensors.
         self.promised: list[Any] = []
-        #: Source → fake tensor of what the plan checks as inputs, and those of them that the graph does not take yet.
+        #: Source → fake tensor of the inputs that the plan checks, and of those that the graph does not take yet.
         self.fakes: dict[str, Any] = {}
         self.others: dict[str, Any] = {}
         self.returned: tuple[Guard, ...] = ()
@@ -113,13 +123,13 @@ class _Capture:
 
     def __call__(self, graph_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         output = private.current_output()
-        graph_module = of_local_tensors(graph_module)
-        write_publicly(graph_module)
+        graph_module = to_local_tensors(graph_module)
+        replace_private_ops(graph_module)
         self.graph_module = graph_module
         self.frame = module_frame(output, self._roots)
         self.codes = [code for code in private.TracingContext.get().traced_code if code.co_filename != private.__file__]
         self.shape_env = output.shape_env
-        self.held = tuple(hold_arrays(graph_module, self.frame))
+        self.held = tuple(embed_numpy_arrays(graph_module, self.frame))
         inputs = _placeholder_sources(graph_module, self.frame)
         self.writes = writes = writes_of(output, self.frame, inputs)
         refuse_side_effects(writes.changed, writes.lines)
@@ -140,7 +150,7 @@ class _Capture:
         self.promised = promised = [node.meta["example_value"] for node in _output_nodes(graph_module)]
 
         def run(*_values: Any) -> list[Any]:
-            # Nothing is computed: the model's buffers and the caller's tensors stay as they are, and no time is spent.
+            # Nothing is computed, so the model's buffers and the caller's tensors stay unchanged, and it takes no time.
             self.outputs = mark_outputs(promised)
             self.own = {id(value): {*vars(value)} for value in self.outputs if isinstance(value, torch.Tensor)}
             self.sizes.begin()
@@ -153,7 +163,7 @@ class _Capture:
 
     def current_frame(self) -> Frame:
         if self.frame is None:
-            msg = "Nothing in this model's forward works on tensors, so there is nothing to compile. Leave it as it is."
+            msg = "This model's forward does nothing with tensors, so there is nothing to compile. Leave it as it is."
             raise TraceError(msg)
         return self.frame
 
@@ -167,7 +177,7 @@ def trace_once(
     *,
     state: State,
 ) -> Trace:
-    """Trace `method` of a model that is in this state, as `cgtool.trace.states.capture` says; the model stays in it."""
+    """Trace `method` of a model in this state; the model stays in it. `cgtool.trace.states.capture` has the arguments."""
     count("traces")
     marked = [*marked, *((tensor, dim, "") for tensor, dim in state.dynamic)]
     refuse_surroundings(Roots(module, method))
@@ -176,7 +186,7 @@ def trace_once(
     recorder = GuardRecorder(frame=captured.current_frame, is_input=lambda source: source in captured.fakes)
     mode = private.detect_fake_mode(_tensors(arguments)) or contextlib.nullcontext()
     settings = tuple(Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in STATE_NAMES)
-    with torch.no_grad(), private.quiet_tracing(), explained(method), listening() as asked:
+    with torch.no_grad(), private.quiet_tracing(), explain_errors(method), recorded_lookups() as asked:
         compiled = private.trace_frame(method, captured, recorder.filter)
         with mode, captured.sizes, private.marked_dynamic((tensor, dim) for tensor, dim, _ in marked):
             try:
@@ -195,7 +205,7 @@ def trace_once(
     known = {id(tensor): source for source, tensor in tensors.items()}
     recorded = recorder.finish()
     guarded = (*recorded, *captured.returned, *captured.held)
-    seen = touched(captured.codes, (*(guard.source for guard in guarded), *tensors), roots)
+    seen = find_touched(captured.codes, (*(guard.source for guard in guarded), *tensors), roots)
     asked.add_imported(seen.names)
     questions = question_guards(captured.codes, seen.names, {**tensors, **seen.objects})
     shown = shown_steps(graph_module, captured.fakes, captured.shape_env)
@@ -208,11 +218,11 @@ def trace_once(
     check_at_once(model_guards, Roots(module, method))
     whole = {id(value): source for source, value in seen.objects.items() if source.startswith(("arg:", "self"))}
     reader = TemplateReader(captured.outputs, captured.own, whole | known, captured.sizes)
-    held = passed_by(module, arguments, [place.text for place, _ in left])
+    held = unique_sources(module, arguments, [place.text for place, _ in left])
     templates = _templates(
         TemplateReader(captured.outputs, captured.own, held | known, captured.sizes), left, writes.lines
     )
-    # what is written with no tensor, or with what it holds already
+    # attributes that are set to a non-tensor, or to the value that they already have
     other_writes = [source for source in writes.written if source not in writes.kept]
     with mode:
         after = NextState(captured.promised, roots, marked).after(state, left, templates)
@@ -231,7 +241,7 @@ def trace_once(
         settled=tuple(writes.settled),
         kept={source: templates[source] for source in writes.kept},
         lines=writes.lines,
-        looked_at=looked_at((*tensors, *other_writes, *missed(seen.guards, captured.codes)), recorded),
+        looked_at=looked_at((*tensors, *other_writes, *absent_attributes(seen.guards, captured.codes)), recorded),
         state=state,
         left=after if left else None,
     )
@@ -245,7 +255,7 @@ def _template(reader: TemplateReader, value: Any, name: str, line: str) -> Json:
 
 
 def _templates(reader: TemplateReader, left: Iterable[Held], lines: Mapping[str, str]) -> dict[str, Json]:
-    """Return the template of what is left in each place, by its source; refuse what a call cannot leave there."""
+    """Return the template of the value left in each place, by source; refuse values that a call cannot leave there."""
     found: dict[str, Json] = {}
     for place, value in left:
         if not can_be_kept(value):
@@ -255,7 +265,7 @@ def _templates(reader: TemplateReader, left: Iterable[Held], lines: Mapping[str,
 
 
 def _own_method(roots: Roots) -> tuple[Guard, ...]:
-    """Return guards on whether the method is the class's, or one that was set on the model itself."""
+    """Return guards on whether the method comes from the class or was set on the model itself."""
     name = roots.method.__name__
     kind = f"absent:{name}"
     is_absent = describe(kind, roots.module)
@@ -266,7 +276,7 @@ def _own_method(roots: Roots) -> tuple[Guard, ...]:
 
 
 def slow_ops(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the ops (`ns.op` or `ns.op.overload`) whose first call imports Dynamo, as `ns::op`."""
+    """Return the ops (`ns.op` or `ns.op.overload`) whose first call imports Dynamo, as `ns::op`."""
     spelled = dict.fromkeys("::".join(name.split(".")[:2]) for name in names)
     return tuple(name for name in spelled if private.made_by_custom_op(name) and not is_torchs_own(name))
 
@@ -292,9 +302,9 @@ def _output_nodes(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _returned_constants(frame: Frame) -> tuple[Guard, ...]:
-    """Return a guard on each plain value that the model hands from where it was found to its output.
+    """Return a guard on each plain value that the model passes through to its output.
 
-    Dynamo has no guard on what it only passes through; the output template holds the value.
+    Dynamo has no guard on such a value, and the output template contains it.
     """
     guards = []
     for source, value in private.passed_through():
@@ -303,9 +313,9 @@ def _returned_constants(frame: Frame) -> tuple[Guard, ...]:
 
 
 def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any], left: Collection[str]) -> dict[str, Any]:
-    """Return {source: fake tensor} of the tensor arguments, and of what other calls left, that the graph does not take.
+    """Return {source: fake tensor} of arguments, and of tensors left by other calls, that the graph does not take.
 
-    A tensor of which the graph uses nothing but its shape is no placeholder of Dynamo's, yet its size is.
+    If the graph uses only the shape of a tensor, Dynamo makes placeholders of its sizes, but not of the tensor.
     """
     found: dict[str, Any] = {}
     for tracked in output.tracked_fakes:
@@ -318,7 +328,7 @@ def _other_arguments(output: Any, frame: Frame, known: Mapping[str, Any], left: 
 
 
 def _add_placeholders(graph_module: fx.GraphModule, others: Mapping[str, Any]) -> None:
-    """Let the graph take these tensors too, after all that it takes already."""
+    """Add placeholders for these tensors after the existing ones."""
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     for index, fake in enumerate(others.values()):
@@ -337,9 +347,9 @@ def _named_dims(
 
 
 def check_at_once(guards: tuple[Guard, ...], roots: Roots) -> None:
-    """Check every guard against the very model that was traced: one that fails now would make every load a miss."""
+    """Check every guard against the traced model: a guard that fails now would make every load a miss."""
     failures = check(guards, roots)
     if failures:
         shown = "\n  ".join(f"{f.guard.source} {f.guard.kind}: {f.sentence}" for f in failures[:5])
-        msg = f"{len(failures)} facts about this model changed while it was traced:\n  {shown}\nMake them constant."
+        msg = f"{len(failures)} guarded values changed while the model was traced:\n  {shown}\nMake them constant."
         raise TraceError(msg, actual=tuple(f.sentence for f in failures))

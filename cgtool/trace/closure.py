@@ -1,15 +1,16 @@
-"""The user's code that a trace rests on: the files it went through, and what these import, as far as it is the user's.
+"""The user's code that a trace depends on: the files of traced code and, recursively, the user's modules they import.
 
-Past the user's own modules an import leads to an installed distribution, which enters by name and version, or to torch
-or the standard library, whose versions are factors of their own. A package that is installed in place is the user's.
-Imports are read from the source, and so count wherever they stand: in a function, under a condition, after `try`. A
-module that is imported and is not there enters as None, because it would be used if it were.
+Other imports lead to an installed distribution, which is recorded by name and version, or to torch or the standard
+library, whose versions are separate factors. An editable install is user code. Imports are read from the source, so
+they count wherever they are: in a function, under a condition, after `try`. A module that is imported but does not
+exist is recorded as None, because the model would use it if it existed.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import sys
@@ -27,14 +28,14 @@ from cgtool.guards.sources import canonical_module_name
 from cgtool.plan.grammar import sha256_hex
 from cgtool.trace.variables_read import Read, parse, reads_in
 
-#: Distributions whose versions are factors of their own.
+#: Distributions whose versions are separate factors.
 _FACTORS = frozenset({"torch", "cgtool"})
 _FROZEN = re.compile(r"<frozen ([\w.]+)>")
 
 
 @dataclass(frozen=True)
 class Import:
-    """An import: `module` is relative where `level` is not 0, and `names` are those after `from ... import`."""
+    """An import: `module` is relative if `level` is not 0, and `names` are those after `from ... import`."""
 
     level: int
     module: str
@@ -43,20 +44,20 @@ class Import:
 
 @dataclass(frozen=True)
 class Text:
-    """What a file of Python imports, and where it reads the environment."""
+    """The imports and the environment reads of a Python file."""
 
     imports: tuple[Import, ...]
     reads: tuple[Read, ...]
 
 
 class Closure(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found from some modules.
+    """The import closure of some modules.
 
     Args:
-        digests: {module: SHA-256 of its file, None where it is not there}: the modules themselves, and those of the
-            user's that they import.
+        digests: {module: SHA-256 of its file, None if it does not exist} of the modules and of the user's modules that
+            they import.
         distributions: {normalised name: version} of the installed distributions that these import.
-        texts: What the user's modules say.
+        texts: The imports and environment reads of the user's modules.
     """
 
     digests: dict[str, str | None]
@@ -65,11 +66,11 @@ class Closure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def closure_of(modules: Iterable[str], *, asked: Iterable[str] = ()) -> Closure:
-    """Return what modules lead to.
+    """Return the import closure of modules.
 
     Args:
-        modules: Those that a trace went through, by their canonical names.
-        asked: Further ones that it asked for, whether they are there or not.
+        modules: The modules of traced code, by their canonical names.
+        asked: Further modules that the code looked up, whether they exist or not.
     """
     found = Closure(digests={}, distributions={}, texts={})
     traced = set(modules)
@@ -85,10 +86,10 @@ def closure_of(modules: Iterable[str], *, asked: Iterable[str] = ()) -> Closure:
 
 
 def _add(found: Closure, name: str, *, is_traced: bool) -> Iterator[str]:
-    """Take a module in, and yield the names of those that it imports where it is the user's."""
+    """Add a module to the closure; yield the names of the modules that it imports, if it is the user's."""
     file = file_of(name)
     if file is None:
-        if not _is_there(name):
+        if not _exists(name):
             found.digests[name] = None
         return
     if is_covered_by_versions(file) or name.partition(".")[0] in _FACTORS:
@@ -106,14 +107,17 @@ def _add(found: Closure, name: str, *, is_traced: bool) -> Iterator[str]:
             yield from _imported(text, name, is_package=Path(file).name.startswith("__init__."))
 
 
-def _is_there(name: str) -> bool:
-    """Return whether a module without a file is a folder, or a part of Python."""
+def _exists(name: str) -> bool:
+    """Return whether a module without a file exists: a namespace package, or a built-in module."""
     return name in sys.modules or name.partition(".")[0] in sys.stdlib_module_names or find_spec(name) is not None
 
 
 @functools.lru_cache(maxsize=256)
 def text_of(data: bytes) -> Text | None:
-    """Return what a file says; None where it holds no Python. It is read once: each variant is traced by itself."""
+    """Return the imports and environment reads of a file, or None if it is not Python.
+
+    Cached, because every variant is traced separately.
+    """
     tree = parse(data)
     return None if tree is None else Text(tuple(_imports_in(tree)), tuple(reads_in(tree)))
 
@@ -129,22 +133,17 @@ def _imports_in(tree: ast.Module) -> Iterator[Import]:
 
 
 def _imported(text: Text, name: str, *, is_package: bool) -> Iterator[str]:
-    """Yield the names of the modules that a module imports, those above each of them too."""
+    """Yield the names of the modules that a module imports, and of their parent packages."""
     package = name if is_package else name.rpartition(".")[0]
-    for one in text.imports:
-        base = _absolute(one.module, one.level, package)
+    for statement in text.imports:
+        base = _absolute(statement.module, statement.level, package)
         if base is not None:
-            yield from _with_parents(base)
-            yield from (f"{base}.{part}" for part in one.names if find_spec(f"{base}.{part}") is not None)
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[: count + 1]) for count in range(len(parts)))
+            yield from itertools.accumulate(base.split("."), "{}.{}".format)
+            yield from (f"{base}.{part}" for part in statement.names if find_spec(f"{base}.{part}") is not None)
 
 
 def _absolute(module: str, level: int, package: str) -> str | None:
-    """Return the absolute name of what a `from` names; None for one that leads out of its package."""
+    """Return the absolute name of an imported module; None if a relative import leaves its top-level package."""
     if level == 0:
         return module
     parts = package.split(".")
@@ -166,7 +165,7 @@ def _import_by_name(call: ast.Call) -> str | None:
 
 
 def _distributions_with(name: str, file: str) -> dict[str, str]:
-    """Return the distributions, with their versions, that put a module where it lies; none for the user's own."""
+    """Return {distribution: version} of the distributions that installed a module; empty for the user's own."""
     path = Path(file).absolute()
     above = name.count(".") + (path.stem == "__init__")
     if above >= len(path.parents):
@@ -182,7 +181,7 @@ def _distributions_with(name: str, file: str) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _tops(record: Path) -> frozenset[str]:
-    """Return the top-level modules that a distribution put beside its record; none where it was installed in place."""
+    """Return the top-level modules that a distribution installed; empty for an editable install."""
     try:
         if '"editable": true' in _text(record / "direct_url.json"):
             return frozenset()
@@ -197,7 +196,7 @@ def _text(path: Path) -> str:
 
 
 def modules_by_file() -> dict[str, str]:
-    """Return {resolved file: canonical name} of the modules that are imported."""
+    """Return {resolved file: canonical name} of the imported modules."""
     files: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -208,7 +207,7 @@ def modules_by_file() -> dict[str, str]:
 
 @functools.cache
 def resolved(file: str) -> str:
-    """Return where a file of code lies. It is looked for once: a trace asks for thousands of modules three times."""
+    """Return the real path of a source file. Cached: a trace resolves thousands of modules three times."""
     folder, base = os.path.split(file)
     path = f"{_resolved_folder(folder)}{os.sep}{base}"
     return os.path.realpath(path) if Path(path).is_symlink() else path
@@ -220,13 +219,13 @@ def _resolved_folder(folder: str) -> str:
 
 
 def module_of(code: types.CodeType, by_file: Mapping[str, str]) -> str | None:
-    """Return the module that code lies in, those that are frozen into Python among them."""
+    """Return the module that contains code, including modules frozen into Python."""
     frozen = _FROZEN.fullmatch(code.co_filename)
     return frozen[1] if frozen is not None else by_file.get(resolved(code.co_filename))
 
 
 def is_covered_by_versions(filename: str) -> bool:
-    """Return whether a file is torch's or the standard library's, or none at all."""
+    """Return whether a file belongs to torch or the standard library, or is not a real file."""
     if filename.startswith("<"):
         return True
     path = resolved(filename)
@@ -235,7 +234,7 @@ def is_covered_by_versions(filename: str) -> bool:
 
 
 def is_installed(filename: str) -> bool:
-    """Return whether a file is torch's, the standard library's or another installed package's, or none at all."""
+    """Return whether a file belongs to torch, the standard library or an installed package, or is not a real file."""
     return is_covered_by_versions(filename) or _is_in_site(resolved(filename))
 
 
@@ -245,6 +244,6 @@ def _is_in_site(path: str) -> bool:
 
 @functools.cache
 def _versioned_folders() -> tuple[str, str]:
-    """Return the folders of torch and of the standard library, each with a slash at its end."""
+    """Return the folders of torch and of the standard library, each with a trailing slash."""
     roots = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])
     return os.path.realpath(roots[0]) + os.sep, os.path.realpath(roots[1]) + os.sep

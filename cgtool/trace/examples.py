@@ -1,7 +1,7 @@
-"""Example calls as they are traced: which variants a call needs, and its tensors at each variant's sizes.
+"""Prepares example calls for tracing: which variants a call needs, and its tensors at each variant's sizes.
 
-Dynamo specialises a size of 0 or 1, so each dimension that may have one is served by a variant in which it is fixed. A
-variant is a set of fixed dimensions; all others are dynamic and at least 2.
+Dynamo specializes sizes 0 and 1, so a dimension that may have these sizes gets variants in which it is fixed. A variant
+is a set of fixed dimensions; all others are dynamic and at least 2.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cgtool.trace import _torch as private
 
 
 def variants_of(dims: Dims, passed: Container[str]) -> tuple[Mapping[str, int], ...]:
-    """Return the sets of fixed dimensions that serve every size: {} first, then those with a 0 or a 1.
+    """Return the sets of fixed dimensions that together cover every size: {} first, then those with a 0 or a 1.
 
-    Of the dimensions, those count that the call has which is served: `sizes_of` tells of each which it passes.
+    Only the dimensions in `passed` count: those of the call, which `sizes_of` returns.
     """
     choices: list[list[tuple[str, int | None]]] = []
     for dim in (dim for name, dim in dims.by_name.items() if name in passed):
@@ -50,14 +50,14 @@ def arguments_for(
         call: The example.
         signature: The method's.
         dims: All dynamic dimensions.
-        fixed: Those that the variant fixes, with their sizes.
-        sizes: The sizes of others; by default the example's own, or the nearest that is allowed.
+        fixed: The dimensions that the variant fixes, with their sizes.
+        sizes: The sizes of others; by default those of the example, or the nearest allowed size.
 
     Returns:
         The root locals, and (tensor, dimension, name) of each dynamic dimension.
 
     Raises:
-        ModelError: The example does not fit the method, or a named dimension is not there.
+        ModelError: The example does not match the method, or lacks a named dimension.
     """
     outer = _outer_arguments(call, signature)
     targets = _targets(outer, signature, dims, {**(sizes or {}), **fixed})
@@ -71,9 +71,7 @@ def arguments_for(
             continue
         tensor = outer[parameter]
         if isinstance(tensor, torch.nn.Parameter):
-            msg = (
-                f"{parameter!r} is a torch.nn.Parameter, whose sizes torch takes for fixed. Pass {parameter}.detach()."
-            )
+            msg = f"{parameter!r} is a torch.nn.Parameter, whose sizes are fixed for torch. Pass {parameter}.detach()."
             raise ModelError(msg, path=parameter)
         for place in places:
             tensor = _resized(tensor, place.dim, targets[place.name])
@@ -86,20 +84,20 @@ def arguments_for(
 
 
 def sizes_of(call: ExampleCall, signature: CallSignature, dims: Dims) -> dict[str, int]:
-    """Return the sizes at which the variant of a call is traced that fixes none: of each dimension that it passes.
+    """Return {dimension: size} of a call's fully dynamic variant, for each dimension that the call has.
 
     Raises:
-        ModelError: The example does not fit the method, or a named dimension is not there.
+        ModelError: The example does not match the method, or lacks a named dimension.
     """
     return _targets(_outer_arguments(call, signature), signature, dims, {})
 
 
 def _outer_arguments(call: ExampleCall, signature: CallSignature) -> dict[str, Any]:
-    """Return the call's arguments by the names that its user knows, those of `**kwargs` among them."""
+    """Return the call's arguments by the names that users see, including those of `**kwargs`."""
     try:
         outer = dict(signature.outer.bind(*call.args, **call.kwargs).arguments)
     except TypeError as error:
-        msg = f"The example call {call.name!r} does not fit {signature.outer}: {error}. Correct the example."
+        msg = f"The example call {call.name!r} does not match {signature.outer}: {error}. Correct the example."
         raise ModelError(msg, path=call.name) from error
     rest = signature.outer_var_keyword
     return outer if rest is None else {**outer.pop(rest, {}), **outer}
@@ -115,16 +113,16 @@ def _as_call(outer: Mapping[str, Any], signature: CallSignature) -> tuple[tuple[
 def _targets(
     outer: Mapping[str, Any], signature: CallSignature, dims: Dims, fixed: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the size of each named dimension in this variant: fixed, the example's own, or the nearest allowed."""
+    """Return the size of each named dimension in this variant: fixed, that of the example, or the nearest allowed."""
     targets: dict[str, int] = dict(fixed)
     for place in dims.places:
-        signature.source(place.parameter)  # refuses what is no argument
+        signature.source(place.parameter)  # refuses an unknown parameter
         tensor = outer.get(place.parameter)
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= place.dim < tensor.dim():
             msg = (
-                f"dynamic names dimension {place.dim} of {place.parameter!r}, which the example has not. "
+                f"dynamic names dimension {place.dim} of {place.parameter!r}, which the example does not have. "
                 "Correct `dynamic` or the example."
             )
             raise ModelError(msg, path=place.parameter)
@@ -137,7 +135,7 @@ def _targets(
 
 
 def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return `tensor` with that size in one dimension, laid out as it is: its beginning, or itself repeated."""
+    """Return `tensor` with that size in one dimension and the same layout, truncated or repeated."""
     now = tensor.shape[dim]
     if now == size:
         return tensor
@@ -155,7 +153,7 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def _is_lone_view(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
     """Return whether a tensor is a view, can be copied, and shares its memory with no other argument.
 
-    Dynamo traces the base of a view as one more input, whose sizes a call need not show.
+    Dynamo traces the base of a view as an additional input, whose sizes do not follow from the call's.
     """
     if not is_view(tensor) or 0 in tensor.stride():
         return False
@@ -168,7 +166,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _strides(tensor: torch.Tensor, shape: Sequence[int]) -> list[int]:
-    """Return the strides that a tensor of `shape` has which lies in memory as `tensor` does: its order, its gaps."""
+    """Return the strides of a tensor of `shape` with the dimension order and the gaps of `tensor`."""
     order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]))
     if tensor.is_contiguous() or 0 in tensor.stride():
         order = list(range(tensor.dim()))[::-1]

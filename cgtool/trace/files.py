@@ -1,9 +1,9 @@
-"""The code that a trace rests on: files by module and digest, distributions by version, functions by name and digest.
+"""The code that a trace depends on: files by module and digest, distributions by version, functions by name and digest.
 
-Files of torch and of the standard library are left out, because the versions of torch and of Python are factors of
-their own; their functions are not, because a program can replace them. Dynamo's own are: it traces them in the place of
-what the model calls (a dataclass's making, say), the model itself never comes there, and to look at them a process that
-loads would have to import Dynamo.
+Files of torch and of the standard library are left out, because the versions of torch and of Python are separate
+factors; their functions are included, because a program can replace them. Dynamo's functions are left out: it
+substitutes them for the model's calls (such as the construction of a dataclass), the model itself never calls them, and
+a load would have to import Dynamo to check them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cgtool.guards.sources import SourceError, canonical_module_name, find_quali
 from cgtool.plan.grammar import Record
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import closure_of, is_covered_by_versions, module_of, modules_by_file, resolved, text_of
-from cgtool.trace.variables_read import Read, names_a_variable, variables_read, variables_read_by_given
+from cgtool.trace.variables_read import Read, may_read_environment, variables_read, variables_read_by_platform
 
 _TRACER = "torch._dynamo"
 
 
 class UserCode(Record, frozen=True, kw_only=True):
-    """What the user wrote, as factors of a key.
+    """The user's code as factors of a key.
 
     Args:
-        sources: {module: SHA-256 of its file}; None for one that is imported and is not there.
-        distributions: {normalised name: version} of what it imports and asks for; None for one that is not installed.
-        variables: The variables of the environment that it reads.
+        sources: {module: SHA-256 of its file}; None for a module that is imported but does not exist.
+        distributions: {normalised name: version} of those that it imports or looks up; None if not installed.
+        variables: The environment variables that it reads.
     """
 
     sources: dict[str, str | None]
@@ -46,35 +46,35 @@ def user_code(
     modules: Iterable[str],
     distributions: Iterable[str],
 ) -> UserCode:
-    """Return the user's code that a trace rests on.
+    """Return the user's code that a trace depends on.
 
     Args:
-        codes: The code that the trace went through.
-        classes: The classes of the objects that it touched; those that they inherit from count with them.
-        variables: The variables of the environment that it is known to have read.
-        modules: The modules that it asked for, whether they are there or not.
-        distributions: The distributions that it asked for, likewise, by normalised name.
+        codes: The traced code.
+        classes: The user's classes that the trace could have read; their base classes are included.
+        variables: Environment variables that the code is known to have read.
+        modules: Modules that the code looked up, whether they exist or not.
+        distributions: Distributions that the code looked up, installed or not, by normalised name.
 
     Raises:
-        TraceError: The code reads a variable of the environment whose name is computed.
+        TraceError: The code reads an environment variable whose name is computed.
     """
     by_file = modules_by_file()
     traced: dict[str, list[types.CodeType]] = {}
-    given: dict[str, list[types.CodeType]] = {}
+    platform: dict[str, list[types.CodeType]] = {}
     for code in codes:
         module = module_of(code, by_file)
         if module is None:
             continue
         if not is_covered_by_versions(code.co_filename):
             traced.setdefault(module, []).append(code)
-        elif names_a_variable(code):
-            given.setdefault(module, []).append(code)
+        elif may_read_environment(code):
+            platform.setdefault(module, []).append(code)
     inherited = {canonical_module_name(str(base.__module__)) for kind in classes for base in kind.__mro__}
     found = closure_of({*traced, *(name for name in inherited if file_of(name) is not None)}, asked=modules)
-    # one of an installed distribution is not followed, and read all the same
+    # the imports of an installed distribution's module are not followed, but its environment reads count
     reads = {module: text.reads for module, text in found.texts.items()}
     reads |= _reads_of(module for module in traced if module not in reads)
-    read = {*variables, *variables_read(reads, traced), *variables_read_by_given(_reads_of(given), given)}
+    read = {*variables, *variables_read(reads, traced), *variables_read_by_platform(_reads_of(platform), platform)}
     return UserCode(
         sources=dict(sorted(found.digests.items())),
         distributions=dict(sorted({**installed_versions(distributions), **found.distributions}.items())),
@@ -83,7 +83,7 @@ def user_code(
 
 
 def joined(codes: Iterable[UserCode]) -> UserCode:
-    """Return what several traces rest on."""
+    """Return the union of the user's code of several traces."""
     found = list(codes)
     return UserCode(
         sources=dict(sorted(item for code in found for item in code.sources.items())),
@@ -98,7 +98,7 @@ def _reads_of(modules: Iterable[str]) -> dict[str, tuple[Read, ...]]:
 
 
 def function_guards(codes: Iterable[types.CodeType]) -> tuple[Guard, ...]:
-    """Return a guard on the code of every traced function that can be found again by its qualified name."""
+    """Return a guard on the code of every traced function that its qualified name resolves to."""
     by_file = modules_by_file()
     guards: dict[str, Guard] = {}
     for code in codes:

@@ -1,4 +1,4 @@
-"""Process groups in a graph: collectives name them by their ranks, for a process numbers groups as it makes them."""
+"""Names process groups in a graph by their ranks, because a process numbers groups in the order of their creation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def name_groups(
     call_guards: Sequence[Guard],
     codes: Sequence[types.CodeType],
 ) -> Iterator[Guard]:
-    """Let collectives name groups by their ranks; yield the model's guards, and some on names that it may hold itself.
+    """Make collectives name groups by their ranks; yield the model's guards, and guards on names that stay.
 
-    Dynamo guards the name of a group that only torch asked for; its ranks are guarded. A name stays in the graph where
-    a string of the model's equals it, or where no guard is on the group: then it must be the name of a group of these
-    ranks in each process.
+    Dynamo guards the name of a group even if only torch reads it; the guard on the group's ranks replaces it. A name
+    stays in the graph if a string of the model equals it, or if no guard covers the group: then every process must have
+    a group of these ranks under that name.
 
     Args:
-        graph_module: Dynamo's graph, and those within it.
-        guards: What must hold of the model.
-        call_guards: What must hold of each call.
-        codes: The code that it went through.
+        graph_module: Dynamo's graph, with its nested graphs.
+        guards: Conditions on the model.
+        call_guards: Conditions on each call.
+        codes: The traced code.
     """
     names = private.register_groups()
     if not names:
@@ -41,17 +41,17 @@ def name_groups(
         groups = {f"{guard.source}.group_name" for guard in guards if _is_group(guard.expected)}
         guards = [guard for guard in guards if guard.source not in groups]
     yield from guards
-    facts = list(_all([guard.expected for guard in guards]))
-    said = {fact for fact in (*facts, *_all([guard.expected for guard in call_guards])) if isinstance(fact, str)}
-    said.update(constant for code in codes for constant in code.co_consts if isinstance(constant, str))
-    held = [fact for fact in facts if _is_group(fact)]
+    facts = list(_walk([guard.expected for guard in guards]))
+    strings = {fact for fact in (*facts, *_walk([guard.expected for guard in call_guards])) if isinstance(fact, str)}
+    strings.update(constant for code in codes for constant in code.co_consts if isinstance(constant, str))
+    guarded_groups = [fact for fact in facts if _is_group(fact)]
     kept: set[str] = set()
 
     def by_ranks(value: Any) -> Any:
         group = describe(f"group:{value}", None) if isinstance(value, str) else None
         if group is None:
             return value
-        if value in said or group not in held:
+        if value in strings or group not in guarded_groups:
             kept.add(value)
         return value if value in kept else names.get(value, value)
 
@@ -69,9 +69,9 @@ def _is_group(fact: Any) -> bool:
     return isinstance(fact, list) and fact[:1] == ["group"]
 
 
-def _all(facts: Any) -> Iterator[Any]:
-    """Yield what facts hold, lists among it."""
+def _walk(facts: Any) -> Iterator[Any]:
+    """Yield a nested value and all values in it."""
     yield facts
     if isinstance(facts, list | tuple | dict):
         for fact in facts.values() if isinstance(facts, dict) else facts:
-            yield from _all(fact)
+            yield from _walk(fact)

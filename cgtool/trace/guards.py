@@ -1,7 +1,7 @@
-"""Dynamo's guards as the plan's guards: each is looked at while its object is alive, and kept as data.
+"""Converts Dynamo's guards to the plan's guards: each is encoded as data while its object is alive.
 
-What has no rule is an error that names it; nothing is dropped but what is implied by something kept (the reasons stand
-in `_IMPLIED`), what speaks of this process alone, and what speaks of Dynamo alone.
+A guard without a rule is an error that names it. The only guards dropped are those implied by others (`_IMPLIED` gives
+the reasons) and those that concern only this process or only Dynamo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cgtool.trace import _torch as private
 from cgtool.trace.objects import has_identity
 from cgtool.trace.sources import WARNINGS_SHOWN, Frame, UnknownSourceError, source_text, variable_of
 
-#: Guards that something else in the plan implies, and what.
+#: Dynamo's guards that the plan implies otherwise, and how.
 _IMPLIED = {
     "GRAD_MODE": "entries are for inference; a call that needs gradients is refused",
     "GLOBAL_STATE": "state guards",
@@ -38,33 +38,33 @@ _IMPLIED = {
     "AUTOGRAD_SAVED_TENSORS_HOOKS": "entries are for inference",
     "FSDP_TRAINING_STATE": "entries are for inference",
     "SHAPE_ENV": "symbol ranges and relations of the variant",
-    "WEAKREF_ALIVE": "an object that is gone has no source any more",
+    "WEAKREF_ALIVE": "the source of a dead object no longer resolves",
     "DISPATCH_KEY_SET_MATCH": "the inputs' types and devices, and state guards",
 }
 
-#: What `collections.namedtuple` keeps in a scope that it makes for each class: always `tuple.__new__`.
+#: A name in the scope that `collections.namedtuple` creates for each class: always `tuple.__new__`.
 _NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__self__)?)?")
 
-#: Functions that Dynamo traces in the place of what the model calls: the version of torch tells of them, and a process
-#: that loads would have to import Dynamo to look at them.
-_TRACERS_OWN = re.compile(r"(global|module):torch\._dynamo\b")
+#: Functions that Dynamo substitutes for the model's calls: torch's version covers them, and a load would have to import
+#: Dynamo to check them.
+_DYNAMO_CODE = re.compile(r"(global|module):torch\._dynamo\b")
 
-#: Where transformers enters what the class of each model says, once one is made, and torch what it has warned of.
-_OF_A_REGISTRY = re.compile(
+#: Registries that transformers fills per model class at the first instance, and torch with the warnings it has shown.
+_REGISTRY = re.compile(
     rf"global:transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY\b|{re.escape(WARNINGS_SHOWN)}\b"
 )
-#: Where a flag remembers the combinations that were made so far.
-_OF_A_FLAG = re.compile(r"\._value2member_map_\b")
-#: What a path keeps of itself in pieces, once someone asked.
-_OF_A_PATH = re.compile(rf"\.({'|'.join(PurePath.__slots__)})\b")
-#: Where torch keeps what a program has set one of its settings to: a context variable (from torch 2.15).
-_OF_A_SETTING = re.compile(r'(.*)\._config\["(\w+)"\]\.user_override(\.get)?')
-#: A value of a dict whose key a plan cannot spell.
-_BY_PLACE = re.compile(r"\|values\[\d+\]")
-#: What Dynamo itself sets once it is imported, whatever the program had set.
+#: The cache in which an enum flag keeps the combinations created so far.
+_FLAG_CACHE = re.compile(r"\._value2member_map_\b")
+#: The parts of itself that a path caches on demand.
+_PATH_CACHE = re.compile(rf"\.({'|'.join(PurePath.__slots__)})\b")
+#: The context variable in which torch keeps the program's value of a setting (from torch 2.15).
+_SETTING_OVERRIDE = re.compile(r'(.*)\._config\["(\w+)"\]\.user_override(\.get)?')
+#: A value of a dict whose key a source cannot spell.
+_VALUE_BY_INDEX = re.compile(r"\|values\[\d+\]")
+#: An attribute that importing Dynamo sets, whatever the program had set.
 _SET_BY_DYNAMO = re.compile(r".*\btorch\.distributions\b.*\._validate_args")
-#: A question of which the factor `target` tells the answer.
-_OF_TARGET = ".current_accelerator()"
+#: A call whose result is covered by the factor `target`.
+_TARGET_CALL = ".current_accelerator()"
 
 _HOOKS = (
     "_forward_hooks",
@@ -75,7 +75,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_OF_HOOKS = re.compile(rf"(.*)\.(?:{'|'.join(_HOOKS)})\b")
+_HOOK_DICT = re.compile(rf"(.*)\.(?:{'|'.join(_HOOKS)})\b")
 
 _KINDS = {
     "TYPE_MATCH": "type",
@@ -96,7 +96,7 @@ _KINDS = {
     "DICT_KEYS_MATCH": "keys",
     "MAPPING_KEYS_CHECK": "keys",
     "DICT_VERSION": "value",
-    # Process groups, which Dynamo takes for such objects from torch 2.12 on.
+    # Process groups, which are opaque objects to Dynamo from torch 2.12 on.
     "OPAQUE_OBJ_GUARD_FN_MATCH": "value",
     "FAKE_SCRIPT_TYPE_MATCH": "type",
     "DTENSOR_SPEC_MATCH": "value",
@@ -116,11 +116,11 @@ _WITH_ARGUMENT = {
 
 @dataclass(kw_only=True)
 class GuardRecorder:
-    """Takes Dynamo's guards through its guard filter and turns them into the plan's.
+    """Receives Dynamo's guards through its guard filter and converts them to the plan's.
 
     Args:
-        frame: How the sources are written; set by the backend before the filter runs.
-        is_input: Whether a source names a tensor that the plan checks as an input.
+        frame: Returns the traced frame; the backend sets it before the filter runs.
+        is_input: Returns whether a source names a tensor that the plan checks as an input.
     """
 
     frame: Callable[[], Frame]
@@ -130,7 +130,7 @@ class GuardRecorder:
     variables: set[str] = field(default_factory=set)
 
     def filter(self, entries: Sequence[Any]) -> list[bool]:
-        """Record `entries`; keep for Dynamo's own use of this one call those that it can make twice."""
+        """Record `entries`, and return which of them Dynamo should install: those that it can evaluate again."""
         for entry in entries:
             try:
                 self._record(entry)
@@ -142,13 +142,13 @@ class GuardRecorder:
         """Return the guards, in the order in which Dynamo gave them.
 
         Raises:
-            TraceError: Some guard could not be written down.
+            TraceError: Some guard could not be encoded as data.
         """
         if self.problems:
             shown = "\n  ".join(self.problems[:8])
             msg = (
-                f"{len(self.problems)} of the facts that this model's graph rests on cannot be kept as data:\n"
-                f"  {shown}\nMake these objects plain values (numbers, strings, tuples, dtypes) or functions of a "
+                f"This model's graph depends on {len(self.problems)} facts that cannot be stored as data:\n"
+                f"  {shown}\nTurn these objects into plain values (numbers, strings, tuples, dtypes) or functions of a "
                 "module, and warm again."
             )
             raise TraceError(msg, actual=tuple(self.problems))
@@ -164,14 +164,14 @@ class GuardRecorder:
         if variable is not None:  # a factor of the key, whether it is set or not
             self.variables.add(variable)
             return
-        if entry.name.endswith(_OF_TARGET) or isinstance(entry.value, TorchVersion):  # factors of the key
+        if entry.name.endswith(_TARGET_CALL) or isinstance(entry.value, TorchVersion):  # factors of the key
             return
         if private.is_of_numpy(entry.orig_guard.originating_source):
-            return  # the graph holds the array, see `cgtool.trace.public_ops`
+            return  # the graph contains the array, see `cgtool.trace.public_ops`
         text = source_text(entry.orig_guard.originating_source, self.frame())
-        if any(pattern.match(text) for pattern in (_TRACERS_OWN, _OF_A_REGISTRY, _SET_BY_DYNAMO)):
+        if any(pattern.match(text) for pattern in (_DYNAMO_CODE, _REGISTRY, _SET_BY_DYNAMO)):
             return
-        if self._is_kept_otherwise(text) or self._is_asked_of_a_dtensor(text):
+        if self._guard_owner_of_cache(text) or self._is_dtensor_requires_grad(text):
             return
         if entry.guard_type == "DUPLICATE_INPUT":
             self._same(text, entry)
@@ -186,20 +186,20 @@ class GuardRecorder:
             raise NoRuleError(msg, actual=entry.guard_type)
         self._keep(text, _KINDS[entry.guard_type], entry)
 
-    def _is_kept_otherwise(self, text: str) -> bool:
-        """Return whether a source leads into what an object only remembers; its value is guarded in its place."""
-        setting = _OF_A_SETTING.fullmatch(text)
+    def _guard_owner_of_cache(self, text: str) -> bool:
+        """Return whether a source leads into a cache of an object; if so, guard the object's value instead."""
+        setting = _SETTING_OVERRIDE.fullmatch(text)
         if setting is not None and isinstance(self.frame().resolve(setting[1]), types.ModuleType):
             source = f"{setting[1]}.{setting[2]}"
             self._add(source, "value", encode_literal(self.frame().resolve(source)))
             return True
-        for pattern in (_OF_A_FLAG, _OF_A_PATH, _BY_PLACE):
+        for pattern in (_FLAG_CACHE, _PATH_CACHE, _VALUE_BY_INDEX):
             found = pattern.search(text)
             if found is None:
                 continue
             owner = text[: found.start()]
             held = self.frame().resolve(owner)
-            if pattern is _BY_PLACE and isinstance(held, dict):
+            if pattern is _VALUE_BY_INDEX and isinstance(held, dict):
                 self._add(owner, "keys", describe("keys", held))
             elif isinstance(held, PurePath):
                 self._add(owner, "value", encode_literal(held))
@@ -208,8 +208,8 @@ class GuardRecorder:
                 return True  # its class is guarded
         return False
 
-    def _is_asked_of_a_dtensor(self, text: str) -> bool:
-        """Return whether Dynamo asks if a DTensor requires grad; `cgtool.trace.questions` sees whether code does."""
+    def _is_dtensor_requires_grad(self, text: str) -> bool:
+        """Return whether Dynamo itself reads `requires_grad` of a DTensor; `cgtool.trace.questions` covers the code."""
         owner, _, name = text.rpartition(".")
         return name == "requires_grad" and private.has_dtensor(self.frame().resolve(owner))
 
@@ -224,7 +224,7 @@ class GuardRecorder:
         argument, word = _WITH_ARGUMENT[entry.guard_type]
         create = entry.orig_guard.create_fn
         if not isinstance(create, functools.partial) or not (argument in create.keywords or create.args):
-            msg = f"cgtool cannot tell what this guard looks for ({source_words(text)})."
+            msg = f"cgtool cannot tell what this guard checks ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
         value = create.keywords[argument] if argument in create.keywords else create.args[-1]
         if word == "contains":
@@ -236,7 +236,7 @@ class GuardRecorder:
         self._add(text, f"{word}:{value}", describe(f"{word}:{value}", entry.value))
 
     def _has_attribute(self, entry: Any) -> None:
-        """Record HASATTR as torch 2.11 gives it: its source is the attribute itself, which need not be there."""
+        """Record HASATTR as in torch 2.11: its source is the attribute itself, which need not exist."""
         source = entry.orig_guard.originating_source
         while not hasattr(source, "member"):
             source = source.base
@@ -245,46 +245,46 @@ class GuardRecorder:
 
     def _same(self, text: str, entry: Any) -> None:
         if isinstance(entry.value, types.ModuleType):
-            return  # a module is one object under each of its names
+            return  # a module is the same object under each of its names
         if not has_identity(entry.value):  # a device mesh
             self._add(text, "value", encode_literal(entry.value))
             return
         create = entry.orig_guard.create_fn
         other = create.keywords.get("source_b") if isinstance(create, functools.partial) else None
         if other is None:
-            msg = f"cgtool cannot tell which other object this guard speaks of ({source_words(text)})."
+            msg = f"cgtool cannot tell which other object this guard refers to ({source_words(text)})."
             raise NoRuleError(msg, actual=entry.guard_type)
         self._add(text, f"same:{source_text(other, self.frame())}", expected=True)
 
     def _add(self, text: str, kind: str, expected: Any) -> None:
-        if _OF_HOOKS.fullmatch(text) and kind.startswith(("keys", "contains:")):
-            # The keys are numbers of this process: hooks are told apart by their order.
+        if _HOOK_DICT.fullmatch(text) and kind.startswith(("keys", "contains:")):
+            # The keys are numbers of this process, so hooks are identified by their order.
             held, every = (self.frame().resolve(name) for name in (text, text.removesuffix("_with_kwargs")))
             if 0 < len(held) < len(every):
-                raise NoRuleError(f"some of the hooks at {source_words(text)} take keyword arguments and some do not")
+                raise NoRuleError(f"some hooks in {source_words(text)} take keyword arguments and some do not")
             kind, expected = "length", describe("length", held)
         self.guards.setdefault((text, kind), Guard(source=text, kind=kind, expected=expected))
 
 
 def _is_implied_type(text: str, value: Any) -> bool:
-    """Return whether a type guard says nothing: those on torch's own dicts of a module."""
+    """Return whether a type guard is redundant: those on the dicts that torch creates in every module."""
     last = text.rpartition(".")[2]
     plain_dict = type(value).__module__ in {"builtins", "collections"}
     return (last in PARTS or last.endswith("_hooks")) and plain_dict
 
 
 def split_guards(guards: Sequence[Guard]) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
-    """Return (model guards, call guards): what can be checked at load, and what belongs to each call."""
+    """Return (model guards, call guards): those checked at load, and those checked at each call."""
     model = tuple(g for g in guards if not g.source.startswith(OF_CALL))
     call = tuple(g for g in guards if g.source.startswith(OF_CALL))
     return model, call
 
 
 def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard, ...]:
-    """Return Dynamo's guards and those on what it could have read, each fact once.
+    """Return Dynamo's guards and those on everything that it could have read, without duplicates.
 
-    Definitions of classes come first, because they tell most. The hook dicts of a module without hooks become one guard
-    that all of them are empty, and a name that is absent is left out where all names are looked at.
+    Class definitions come first, because they explain most. For a module without hooks, one guard on the number of
+    hooks replaces those on each empty dict. A guard that a name is absent is dropped if a `named` guard covers it.
     """
     kept = {(guard.source, guard.kind): guard for guard in touched if guard.kind.startswith("class:")}
     named = {
@@ -292,7 +292,7 @@ def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard
         for guard in touched
         if guard.kind.startswith("named:")
     }
-    hooked = {found[1] for guard in recorded if guard.kind != "empty" and (found := _OF_HOOKS.match(guard.source))}
+    hooked = {found[1] for guard in recorded if guard.kind != "empty" and (found := _HOOK_DICT.match(guard.source))}
     for guard in recorded:
         owner, _, last = guard.source.rpartition(".")
         word, _, name = guard.kind.partition(":")
@@ -306,7 +306,7 @@ def combined(recorded: Sequence[Guard], touched: Sequence[Guard]) -> tuple[Guard
 
 
 def module_frame(output: Any, roots: Roots) -> Frame:
-    """Return how names of the first frame are to be read, from the method and Dynamo's OutputGraph."""
+    """Return the meaning of the first frame's names, from the method and Dynamo's OutputGraph."""
     function = getattr(roots.method, "__func__", roots.method)
     code = function.__code__
     takes_self = function is not roots.method and code.co_argcount > 0

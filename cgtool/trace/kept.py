@@ -1,7 +1,7 @@
-"""What calls leave in attributes of the model: as data, and as the next call finds it.
+"""Values that calls leave in attributes of the model: as data, and as the state that the next call finds.
 
-Dynamo's bytecode, which is not shipped, sets the attributes; what it set is read off the model after the one traced
-call, as the output is. What a trace did not look at may be anything.
+Dynamo's bytecode, which is not shipped, sets the attributes. Their values are read from the model after the traced
+call, like the output. Attributes that a trace did not read may have any value.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cgtool.trace import _torch as private
 from cgtool.trace.closure import is_covered_by_versions
 from cgtool.trace.objects import is_computed, is_of_call
 
-#: A place, and what it holds.
+#: A place and its value.
 Held = tuple[Place, Any]
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size)
-#: Kinds of guards on which keys a dict has.
-_OF_KEYS = ("keys", "length", "empty", "named_keys")
+#: Kinds of guards on the keys of a dict.
+_KEY_KINDS = ("keys", "length", "empty", "named_keys")
 
 
 def can_keep(source: str, name: str, owner: Any) -> bool:
-    """Return whether an attribute of an object of the model is set by `setattr` as the traced code set it."""
+    """Return whether `setattr` on an object of the model has the same effect as the write in traced code."""
     cls = type(owner)
     is_code = callable(owner) and not isinstance(owner, nn.Module)
     if not source.startswith("self") or is_code or not hasattr(owner, "__dict__") or is_computed(cls, name):
@@ -46,21 +46,21 @@ def can_keep(source: str, name: str, owner: Any) -> bool:
 
 
 def can_be_kept(value: Any) -> bool:
-    """Return whether a call can leave a value: a parameter would be registered, and a container has an identity."""
+    """Return whether a call can leave a value: not a parameter, which `setattr` registers, nor a mutable container."""
     if isinstance(value, torch.Tensor):
         return not isinstance(value, nn.Parameter)
     return type(value) in _PLAIN or (type(value) is tuple and all(map(can_be_kept, value)))
 
 
-def passed_by(module: nn.Module, arguments: Mapping[str, Any], places: Iterable[str]) -> dict[int, str]:
-    """Return the source of each tensor of the model and of a call that has only one beside places, by its id.
+def unique_sources(module: nn.Module, arguments: Mapping[str, Any], places: Iterable[str]) -> dict[int, str]:
+    """Return {id: source} of the tensors of the model and of a call that have exactly one source besides `places`.
 
     Code may move a tensor that the graph never takes from one attribute to another.
     """
     found = {f"arg:{name}": value for name, value in arguments.items()}
     for path, part in module.named_modules():
         owner = f"self.{path}" if path else "self"
-        for holder in (part._parameters, part._buffers, vars(part)):  # noqa: SLF001 - nothing of the model's own runs
+        for holder in (part._parameters, part._buffers, vars(part)):  # noqa: SLF001 - runs none of the model's code
             found |= {f"{owner}.{name}": value for name, value in holder.items() if _NAME.fullmatch(name)}
     sources: dict[int, list[str]] = {}
     for source, value in sorted(found.items(), key=lambda item: item[0] in places):
@@ -71,13 +71,13 @@ def passed_by(module: nn.Module, arguments: Mapping[str, Any], places: Iterable[
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A state that calls leave a model in.
+    """A state in which calls leave a model.
 
     Args:
-        held: What places of the model hold then.
-        dynamic: (tensor, dimension) of what changes there from call to call.
-        calls: How many calls lead to it.
-        sizes: The dynamic dimensions of these calls; None: they are of the sizes of the call that comes next.
+        held: The values of the places that calls have set.
+        dynamic: (tensor, dimension) of the sizes among them that change from call to call.
+        calls: The number of calls that lead to it.
+        sizes: The sizes of the dynamic dimensions in these calls; None if they are those of the next call.
     """
 
     held: tuple[Held, ...] = ()
@@ -87,7 +87,7 @@ class State:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the model in this state while the block runs."""
+        """Put the model into this state while the block runs."""
         before = [(place, place.get()) for place, _ in self.held]
         try:
             for place, value in self.held:
@@ -97,22 +97,22 @@ class State:
             put_back(before)
 
     def is_looked_at(self, sources: Iterable[str]) -> bool:
-        """Return whether one of these sources leads to tensors that calls left."""
+        """Return whether one of these sources leads to a tensor that calls left."""
         texts = [place.text for place, value in self.held if isinstance(value, (torch.Tensor, tuple))]
         return any(leads_to(source, texts) for source in sources)
 
 
 def put_back(held: Sequence[Held]) -> None:
-    """Have places hold what they held, in which they may have changed one after the other."""
+    """Restore the values of places, in reverse order, since a place may appear more than once."""
     for place, value in reversed(held):
         place.set(value)
 
 
 class NextState:
-    """Makes what the next call finds: tensors like those that the graph gave, for nothing is computed.
+    """Builds the state that the next call finds, with empty tensors for the graph's outputs: nothing is computed.
 
     Args:
-        promised: The outputs of the graph, as Dynamo has them.
+        promised: The outputs of the graph, as fake tensors.
         roots: The model, and the arguments of the traced call.
         marked: (tensor, dimension, name) of each dimension that was symbolic.
     """
@@ -128,9 +128,9 @@ class NextState:
         """Return the state that the next call finds.
 
         Args:
-            state: That of the call.
-            left: What it left, as Dynamo's bytecode set it.
-            templates: The templates of that, by source.
+            state: The state before the call.
+            left: The values that the call left, as Dynamo's bytecode set them.
+            templates: The templates of these values, by source.
         """
         held = {place.text: (place, value) for place, value in state.held}
         for place, value in left:
@@ -153,7 +153,7 @@ class NextState:
             return self._like(self._promised[rest[0]])
         if tag in {"size", "stride"}:
             return getattr(self._roots.resolve(rest[0]), tag)(rest[1])
-        # The tensors of a call are its own, and the next call has others.
+        # The next call has other arguments.
         return self._like(value) if tag == "source" and is_of_call(rest[0]) else value
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class NextState:
 
 
 def _grown(before: Any, found: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield which dimensions of what a call left are not of the sizes that they were of."""
+    """Yield (tensor, dimension) of the sizes that a call changed in a place."""
     if type(before) is tuple and type(found) is tuple:
         for pair in zip(before, found, strict=False):
             yield from _grown(*pair)
@@ -177,17 +177,17 @@ def _grown(before: Any, found: Any) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def looked_at(sources: Iterable[str], guards: Iterable[Guard]) -> tuple[str, ...]:
-    """Return what of the model Dynamo looked at: the graph's inputs, and what it has guards on."""
+    """Return the sources in the model that Dynamo read: the graph's inputs and the sources of its guards."""
     found = dict.fromkeys(sources)
     for guard in guards:
-        found.update(dict.fromkeys(_spoken_of(guard)))
+        found.update(dict.fromkeys(_sources_of(guard)))
     return tuple(source for source in found if source.startswith("self"))
 
 
-def missed(guards: Iterable[Guard], codes: Iterable[types.CodeType]) -> Iterator[str]:
-    """Yield what of the model code may have looked for and not found: names that it sets and reads, of objects or not.
+def absent_attributes(guards: Iterable[Guard], codes: Iterable[types.CodeType]) -> Iterator[str]:
+    """Yield the model's absent attributes that code may have looked up: names that it both sets and reads.
 
-    Dynamo does not tell of a name that is nowhere, as where an AttributeError is caught.
+    Dynamo does not report a lookup that fails, as with a caught AttributeError.
     """
     loaded: set[str] = set()
     stored: set[str] = set()
@@ -199,7 +199,7 @@ def missed(guards: Iterable[Guard], codes: Iterable[types.CodeType]) -> Iterator
                 elif step.opname == "STORE_ATTR":
                     stored.add(step.argval)
                 elif isinstance(step.argval, str) and step.opname == "LOAD_CONST":
-                    loaded.add(step.argval)  # of a getattr or setattr
+                    loaded.add(step.argval)  # the name in a getattr or setattr
                     stored.add(step.argval)
     for guard in guards if loaded & stored else ():
         if guard.kind.startswith("named:") and guard.source.startswith("self"):
@@ -207,8 +207,8 @@ def missed(guards: Iterable[Guard], codes: Iterable[types.CodeType]) -> Iterator
             yield from (f"{guard.source}.{name}" for name in sorted(names.difference(guard.expected)))
 
 
-def _spoken_of(guard: Guard) -> Iterator[str]:
-    """Yield the sources that a guard speaks of: of a name or key that is there or is not, that of what it names."""
+def _sources_of(guard: Guard) -> Iterator[str]:
+    """Yield the sources that a guard depends on, including that of a name or key whose presence it checks."""
     word, _, argument = guard.kind.partition(":")
     yield guard.source
     if word in {"same", "apart"}:
@@ -220,7 +220,7 @@ def _spoken_of(guard: Guard) -> Iterator[str]:
 
 
 def read_in_dict(places: Iterable[str], seen: Iterable[str]) -> list[str]:
-    """Return the places that code looks at under another name: in the dict of what has them."""
+    """Return the places that code reads through the `__dict__` of their owner."""
     split = {place: place.rpartition(".") for place in places}
     texts = {f'{owner}.__dict__["{name}"]': place for place, (owner, _, name) in split.items()}
     return [texts[text] for text in texts if any(leads_to(source, (text,)) for source in seen)]
@@ -229,46 +229,46 @@ def read_in_dict(places: Iterable[str], seen: Iterable[str]) -> list[str]:
 def guards_of_states(
     guards: Iterable[Guard], seen: Iterable[str], places: Sequence[str]
 ) -> tuple[tuple[Guard, ...], tuple[Guard, ...]]:
-    """Return (model guards, call guards) of a variant whose model is left in other states by calls.
+    """Return (model guards, call guards) of a variant whose calls change the state of the model.
 
     Args:
-        guards: What held of the model as it was traced.
-        seen: What Dynamo looked at.
-        places: What calls of any variant leave something in.
+        guards: The guards on the model as it was traced.
+        seen: The sources that Dynamo read.
+        places: The places in which calls of any variant leave a value.
     """
-    looked = {place for place in places if any(leads_to(source, (place,)) for source in seen)}
+    read = {place for place in places if any(leads_to(source, (place,)) for source in seen)}
     named: dict[str, set[str]] = {}
-    asked: dict[str, set[str]] = {}
+    read_names: dict[str, set[str]] = {}
     dicts: set[str] = set()
     for place in places:
         source = parse_source(place)
         owner, key = source.prefixes[-1], str(source.accessors[-1].key)
         named.setdefault(owner, set()).add(key)
-        if place in looked:
-            asked.setdefault(owner, set()).add(key)
+        if place in read:
+            read_names.setdefault(owner, set()).add(key)
         if source.accessors[-1].word == "item":
             dicts.add(owner)
     of_model: list[Guard] = []
     of_call: list[Guard] = []
     guards = tuple(guards)
-    # What a call leaves is no parameter, and may be another tensor of the model.
+    # A value that a call leaves is not a parameter, but it may be another tensor of the model.
     tensors = {guard.source for guard in guards if (guard.kind, guard.expected) == ("type", "torch:Tensor")}
-    may_be_one = any(leads_to(source, looked) for source in tensors)
+    may_alias = any(leads_to(source, read) for source in tensors)
     for guard in guards:
         word = guard.kind.partition(":")[0]
-        spoken = [source for source in _spoken_of(guard) if leads_to(source, places)]
-        if word == "distinct" and may_be_one and guard.source in tensors:
-            of_call += [guard] if not spoken or leads_to(guard.source, looked) else []
-        if spoken and word == "distinct":
-            continue  # of a group that names all there is
-        if spoken:
-            of_call += [guard] if all(leads_to(source, looked) for source in spoken) else []
-        elif guard.source in dicts and word in _OF_KEYS:
+        changed = [source for source in _sources_of(guard) if leads_to(source, places)]
+        if word == "distinct" and may_alias and guard.source in tensors:
+            of_call += [guard] if not changed or leads_to(guard.source, read) else []
+        if changed and word == "distinct":
+            continue  # the kind names a group of sources that includes this place
+        if changed:
+            of_call += [guard] if all(leads_to(source, read) for source in changed) else []
+        elif guard.source in dicts and word in _KEY_KINDS:
             of_call.append(guard)
         elif word == "named" and guard.source in named:
             of_model.append(without_names(guard, named[guard.source]))
-            if guard.source in asked:  # where it is not there, that of the class is read
-                others = names_of(guard.kind.removeprefix("named:")) - asked[guard.source]
+            if guard.source in read_names:  # if the attribute is absent, the class's is read
+                others = names_of(guard.kind.removeprefix("named:")) - read_names[guard.source]
                 of_call.append(without_names(guard, others))
         else:
             of_model.append(guard)
@@ -276,7 +276,7 @@ def guards_of_states(
 
 
 def without_names(guard: Guard, names: Collection[str]) -> Guard:
-    """Return a guard on which names an object has that does not ask for these."""
-    asked = sorted(names_of(guard.kind.removeprefix("named:")).difference(names))
-    expected = [name for name in guard.expected if name in asked]
-    return Guard(source=guard.source, kind=f"named:{canonical_json(asked).decode()}", expected=expected)
+    """Return a `named` guard without these names."""
+    remaining = sorted(names_of(guard.kind.removeprefix("named:")).difference(names))
+    expected = [name for name in guard.expected if name in remaining]
+    return Guard(source=guard.source, kind=f"named:{canonical_json(remaining).decode()}", expected=expected)

@@ -1,8 +1,8 @@
-"""A graph on DTensors becomes one on what this rank holds of them, and on what the ranks exchange.
+"""Rewrites a graph on DTensors as a graph on this rank's local tensors and collectives.
 
-Dynamo's graph calls ops on DTensors, as the model does. Each such call is made once more, on fake tensors, and what
-DTensor does in it takes the call's place: ATen ops on local tensors, and functional collectives. All other calls stay
-as they are. A parameter that is a DTensor becomes an input whose source is its local tensor.
+Dynamo's graph calls ops on DTensors, as the model does. Each such call is repeated on fake tensors and replaced by the
+ops that DTensor runs: ATen ops on local tensors, and functional collectives. All other calls stay unchanged. A
+parameter that is a DTensor becomes an input whose source is its local tensor.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cgtool.errors import TraceError
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import line_of
 
-#: The attribute in which a DTensor keeps what this rank holds of it.
+#: The attribute in which a DTensor keeps this rank's local tensor.
 LOCAL = "_local_tensor"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
-def of_local_tensors(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph that computes the same without DTensors; one that has none as it is.
+def to_local_tensors(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return an equivalent graph without DTensors; a graph that has none is returned unchanged.
 
     Raises:
-        TraceError: DTensors are where nothing can take their place.
+        TraceError: A DTensor is returned, or passed to an op with a nested graph.
     """
     values = {node: node.meta.get("example_value") for node in graph_module.graph.nodes}
     if not any(map(private.has_dtensor, values.values())):
@@ -35,14 +35,14 @@ def of_local_tensors(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Writer:
-    """Goes through a graph in order and copies each node, or runs it and keeps what is called meanwhile."""
+    """Goes through a graph in order and copies each node, or runs it and records the ops that it calls."""
 
     def __init__(self, graph_module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
         self._old = graph_module
-        #: What each node gives: as Dynamo saw it, until it is run.
+        #: The value of each node: Dynamo's example value, until the node is run.
         self._values = values
         self._copies: dict[fx.Node, fx.Node] = {}
-        #: The regions of autocast that are open.
+        #: The open autocast regions.
         self._regions: list[Any] = []
         self._calls = private.RecordedCalls(graph_module, values.values())
 
@@ -76,15 +76,15 @@ class _Writer:
         self._calls.know(self._copies[node])
 
     def _new(self, node: fx.Node) -> Any:
-        """Return the node, or the number, that stands for one of the old graph."""
+        """Return the new graph's node, or the number, for a node of the old graph."""
         return self._copies[node] if node in self._copies else self._calls.node_of(self._values[node])
 
     def _place(self, node: fx.Node) -> None:
         value = self._values[node]
         if private.has_dtensor(value):
             new = self._calls.graph.node_copy(node)
-            given = new.meta["grapharg"] = copy.copy(node.meta["grapharg"])
-            given.source = private.dynamo_source.AttrSource(given.source, LOCAL)
+            grapharg = new.meta["grapharg"] = copy.copy(node.meta["grapharg"])
+            grapharg.source = private.dynamo_source.AttrSource(grapharg.source, LOCAL)
             new.meta["example_value"] = getattr(value, LOCAL)
             self._calls.know(new)
         else:
@@ -96,7 +96,7 @@ class _Writer:
             returned = next(one for one in node.all_input_nodes if private.has_dtensor(self._values[one]))
             raise _refused(returned, "The model returns a DTensor")
         if any(one.op == "get_attr" for one in node.all_input_nodes):
-            raise _refused(node, f"{node.name} runs a graph of its own on DTensors")
+            raise _refused(node, f"{node.name} runs a nested graph on DTensors")
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
         function: Any = node.target
         if node.op == "call_method":
@@ -106,5 +106,5 @@ class _Writer:
 
 def _refused(node: fx.Node, what: str) -> TraceError:
     frames = [(file, int(line), name) for file, line, name in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    advice = "Take what this rank holds there (`.to_local()`), or the whole tensor (`.full_tensor()`)."
+    advice = "Use this rank's part (`.to_local()`), or the whole tensor (`.full_tensor()`)."
     return TraceError(f"{what}.{line_of(frames)}\n{advice}", path=node.name)

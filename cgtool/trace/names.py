@@ -1,4 +1,4 @@
-"""The names that code holds, as names and in its strings, and what it may do by them."""
+"""The names in code, as identifiers and in its strings, and what code with these names may do."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from typing import Any
 
 from cgtool.guards.code import is_platform_code
 
-#: A longer string is a text.
+#: Longer strings are prose and not searched for names.
 _MAX_LENGTH = 80
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: Names by which code looks at all that an object holds.
+#: Names by which code enumerates an object's attributes.
 _ENUMERATORS = frozenset(
     {
         *("vars", "dir", "__dict__", "__slots__", "__getstate__", "__reduce_ex__", "getmembers", "getmembers_static"),
         *("asdict", "astuple", "fields", "replace", "copy", "deepcopy"),
     }
 )
-#: Names by which code asks whether two objects are one, beside `is`, `in` and sets.
+#: Names by which code compares identities, besides `is`, `in` and sets.
 _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "fromkeys", "index", "count", "remove"})
-#: Where a checkpoint lies: code of transformers names it in its configs, and computes nothing by it.
+#: The path of a checkpoint: transformers keeps it in its configs, and computes nothing from it.
 PLACE = frozenset({"name_or_path", "_name_or_path"})
-#: Where transformers enters classes of models and of outputs as they are first used; what it enters follows from them.
+#: Registries to which transformers adds model and output classes at their first use; they follow from the classes.
 _REGISTRIES = frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"})
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"})
 _IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
 
 
 def names_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
-    """Return every name that `codes`, and the code in them, hold."""
+    """Return every name in `codes` and in the code nested in them."""
     found: set[str] = set()
     for code in codes:
         found |= _names_of(code)
@@ -46,7 +46,7 @@ def names_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
 
 
 def globals_in(codes: Iterable[types.CodeType]) -> frozenset[str]:
-    """Return every name by which `codes`, and the code in them, may read a global; one after a dot is none."""
+    """Return every name by which `codes`, and the code nested in them, may read a global; attribute names are not."""
     found: set[str] = set()
     for code in codes:
         found.update(op.argval for op in dis.get_instructions(code) if op.opname in _GLOBAL_OPS)
@@ -70,7 +70,7 @@ def _names_of(code: types.CodeType) -> set[str]:
     found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     if not found.isdisjoint(PLACE | _REGISTRIES) and _is_transformers(code.co_filename):
         found -= PLACE | _REGISTRIES
-    if code is inspect.unwrap.__code__:  # it bounds a loop of its own so, which Inductor raises for the process
+    if code is inspect.unwrap.__code__:  # reads it only to bound a loop, and Inductor raises the process's limit
         found.discard("getrecursionlimit")
     return found
 
@@ -89,7 +89,7 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
 
 
 def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
-    """Yield the special methods of classes: what Python calls for an operator or a format is not traced."""
+    """Yield the special methods of classes, which Python calls for operators and formats without a trace."""
     for cls in classes:
         for name, member in () if is_platform_code(cls) else vars(cls).items():
             if isinstance(member, types.FunctionType) and name.startswith("__") and name != "__init__":
@@ -97,11 +97,10 @@ def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
 
 
 def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
-    """Yield the methods that a trace has Python run as they are, and the functions that these call.
+    """Yield the methods that Python runs untraced during a trace, and the functions that they call.
 
-    Python formats, compares and looks up the members of enums, which are constants to Dynamo, and it answers
-    `isinstance` and `issubclass` by metaclasses and hooks. Methods of other classes that are met count where these
-    functions name them.
+    Python formats, compares and looks up enum members, which are constants to Dynamo, and it evaluates `isinstance` and
+    `issubclass` through metaclasses and hooks. Methods of other visited classes count if these functions name them.
     """
     own = [cls for cls in classes if not is_platform_code(cls)]
     pending = [
@@ -121,7 +120,7 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
         names = names_in((function.__code__,))
         held = [space[name] for space in _spaces(function, names, own) for name in names.intersection(space)]
         for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # an empty cell
                 held.append(cell.cell_contents)
         pending += [found for value in held for found in _functions_of(value)]
 
@@ -129,7 +128,7 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
 def _spaces(
     function: types.FunctionType, names: frozenset[str], classes: Iterable[type]
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the dicts in which a function may find what its names mean."""
+    """Yield the namespaces in which a function may look up names."""
     space = function.__globals__
     yield space
     for name in names.intersection(space):
@@ -139,7 +138,7 @@ def _spaces(
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:
-    """Return the Python functions that run where a value is called, or read from a class."""
+    """Return the Python functions that run when a value is called, or read from a class."""
     if isinstance(value, types.FunctionType):
         return [value]
     if isinstance(value, (types.MethodType, classmethod, staticmethod)):
@@ -153,17 +152,17 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
 
 
 def enumerates(names: frozenset[str]) -> bool:
-    """Return whether code with these names may look at all that an object holds."""
+    """Return whether code with these names may enumerate an object's attributes."""
     return not _ENUMERATORS.isdisjoint(names)
 
 
 def compares_objects(names: frozenset[str], codes: Iterable[types.CodeType]) -> bool:
-    """Return whether code with these names may ask whether two objects are one."""
-    return not _IDENTITY.isdisjoint(names) or any(map(_asks_for_identity, codes))
+    """Return whether code with these names may compare the identities of objects."""
+    return not _IDENTITY.isdisjoint(names) or any(map(_compares_identities, codes))
 
 
-def _asks_for_identity(code: types.CodeType) -> bool:
-    """Return whether the code compares objects, and not only with None."""
+def _compares_identities(code: types.CodeType) -> bool:
+    """Return whether the code compares identities of objects other than None."""
     pairs = itertools.pairwise(dis.get_instructions(code))
     return any(
         op.opname in _IDENTITY_OPS or (op.opname == "IS_OP" and before.opname != "LOAD_CONST") for before, op in pairs

@@ -1,4 +1,4 @@
-"""What a walk through a model needs to know of an object before it looks into it: by its class, and by its source."""
+"""Classifies objects for the walk through a model, by their class and by their source."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 from cgtool.guards.code import is_platform_code
 
-#: Modules that Dynamo traces in the place of others, or that only a process that traces imports; and the namespaces of
-#: ops, which hold what was asked for so far and are no modules that can be found again.
-_PASSED_BY = ("torch._dynamo.", "torch._inductor.", "torch.fx.", "sympy.", "torch.ops.")
+#: Modules that Dynamo substitutes for others or that only a tracing process imports; and the namespaces of ops, which
+#: contain only the ops looked up so far and cannot be found again as modules.
+_SKIPPED_MODULES = ("torch._dynamo.", "torch._inductor.", "torch.fx.", "sympy.", "torch.ops.")
 _IMMUTABLE = (tuple, str, bytes, int, float, complex, frozenset, range, slice, type(None), type(Ellipsis))
 
-#: Where classes come from whose objects are their values: DTensor keeps the first one of several that are equal.
-_VALUES = frozenset(
+#: Modules of classes whose objects are interchangeable when equal: DTensor keeps the first of several equal objects.
+_VALUE_MODULES = frozenset(
     {
         "torch.distributed.device_mesh",
         "torch.distributed.tensor._dtensor_spec",
@@ -27,35 +27,35 @@ _VALUES = frozenset(
 
 
 def is_of_call(source: str) -> bool:
-    """Return whether a source names a part of a call."""
+    """Return whether a source belongs to a call's arguments."""
     return source.startswith("arg:")
 
 
-def is_passed_by(module: str) -> bool:
-    """Return whether the walk leaves a module out."""
-    return f"{module}.".startswith(_PASSED_BY)
+def is_skipped_module(module: str) -> bool:
+    """Return whether the walk skips a module."""
+    return f"{module}.".startswith(_SKIPPED_MODULES)
 
 
 def has_identity(value: Any) -> bool:
-    """Return whether it can matter that two names lead to one object: immutable builtins are equal or not, no more."""
+    """Return whether the identity of an object can matter; of immutable builtins only the value does."""
     if isinstance(value, (*_IMMUTABLE, enum.Enum, type, types.ModuleType, types.MethodType, types.FunctionType)):
         return False
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return False
-    if type(value).__module__ in _VALUES:
+    if type(value).__module__ in _VALUE_MODULES:
         return False
     return not callable(value) or isinstance(value, nn.Module) or not is_platform_code(type(value))
 
 
 def is_held(member: Any) -> bool:
-    """Return whether a member of a class is, or holds in its defaults and closure, an object that code can ask."""
+    """Return whether a class member is an object that code can inspect, or a function, whose closure may hold one."""
     if isinstance(member, types.FunctionType):
         return True
     return not hasattr(type(member), "__get__") and not isinstance(member, _IMMUTABLE)
 
 
 def is_computed(cls: type, name: str) -> bool:
-    """Return whether reading an attribute runs code of its class, whatever the object itself holds under that name."""
+    """Return whether reading an attribute runs a data descriptor of the class, regardless of the object's own dict."""
     for owner in cls.__mro__:
         if name in vars(owner):
             member = type(vars(owner)[name])

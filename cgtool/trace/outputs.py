@@ -1,8 +1,8 @@
-"""What the model returned, as a template that is filled again at load (the grammar stands in `cgtool.plan.records`).
+"""The model's output as a template that a loaded model fills in (the grammar is in `cgtool.plan.records`).
 
-Dynamo rebuilds the output with bytecode that is not shipped, so the template is read off one call: each leaf is matched
-by identity with an output of the graph, an argument, or a tensor of the model. Sizes are matched by marks that stand in
-their place: those that the graph computes, and those that the bytecode reads from arguments.
+Dynamo rebuilds the output with bytecode that is not shipped, so the template is derived from one call: each leaf is
+matched by identity with an output of the graph, an argument, or a tensor of the model. Sizes are replaced by marker
+values and matched by these, both those that the graph computes and those that the bytecode reads from arguments.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from cgtool.guards.sources import find_qualified, qualified_name
 from cgtool.plan.pieces import Json, TensorMeta
 from cgtool.trace._torch import NumpyArray, unset_fake_temporarily
 
-#: Where marks for sizes begin: far from any size that a model could compute.
+#: The first markers for sizes: far larger than any size that a model could compute.
 _MARK = 0x6367_746F_6F6C_0000
 _SIZE_MARK = _MARK + (1 << 32)
-#: Where marks for numbers begin that Dynamo takes out of a tensor of no dimensions; exact as float64.
+#: The first size given to a tensor as a marker for its whole shape.
 _ODD_SIZE = 1_000_000_007
+#: The first marker for numbers that Dynamo reads from a zero-dimensional tensor; exact as float64.
 _NUMBER_MARK = 0x0F_6367_746F_0000
-#: Literals that only guards have.
+#: Tags of literals that can be compared, but not rebuilt.
 _COMPARED = ("array", "function", "group", "mesh", "module", "op", "plain", "union")
 
 
 def mark_outputs(outputs: Sequence[Any]) -> list[Any]:
-    """Return the graph's outputs with every integer replaced by a mark that tells its position.
+    """Return the graph's outputs with every integer replaced by a marker for its position.
 
-    A 64-bit tensor of no dimensions holds a mark too, because Dynamo may take a number out of it.
+    A zero-dimensional 64-bit tensor contains a marker too, because Dynamo may read a number from it.
     """
     return [_marked(index, value) for index, value in enumerate(outputs)]
 
@@ -55,9 +56,9 @@ def _answer(marks: Sequence[int], dim: int | None = None) -> Any:
 
 
 class MarkedSizes:
-    """While Dynamo's bytecode builds the output, tensors answer with marks when it asks for their sizes and strides.
+    """Makes tensors report markers as their sizes and strides while Dynamo's bytecode builds the output.
 
-    An output such as `x.shape[0]` is no output of the graph: the bytecode reads it from the argument.
+    An output such as `x.shape[0]` is not an output of the graph: the bytecode reads it from the argument.
 
     Args:
         tensors: The arguments with dynamic dimensions.
@@ -73,19 +74,19 @@ class MarkedSizes:
         self.shapes: dict[torch.Size, torch.Tensor] = {}
 
     def __enter__(self) -> None:
-        """Leave the tensors as they are until `begin`."""
+        """Leave the tensors unchanged until `begin`."""
 
     def __exit__(self, *_: object) -> None:
-        """Let the tensors answer for themselves again."""
+        """Restore the tensors."""
         for tensor, held in zip(self._tensors, self._held, strict=True):
             for word in ("size", "stride"):
                 vars(tensor).pop(word, None)
             tensor.data = held
 
     def begin(self) -> None:
-        """Let the tensors answer with marks, and have shapes that no other tensor has."""
+        """Make the tensors report markers, and give them shapes that no other tensor has."""
         for index, tensor in enumerate(self._tensors):
-            # All of its elements are one, so the odd shape takes no memory.
+            # The elements share one memory location, so the huge shape takes no memory.
             shape = [_ODD_SIZE + index, *tensor.shape[1:]]
             tensor.data = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(shape)
             self.shapes[torch.Size(shape)] = tensor
@@ -100,13 +101,13 @@ class MarkedSizes:
 
 
 class TemplateReader:
-    """Reads templates off values.
+    """Derives templates from values.
 
     Args:
-        graph_outputs: What the graph's runner returned, marked.
-        own: The names of these tensors' own attributes then, by id.
-        known: Tensors and other objects that exist outside the graph, by id: their sources.
-        sizes: The marks of the arguments' sizes.
+        graph_outputs: The graph's outputs, with markers.
+        own: {id: attribute names} of these tensors before the bytecode ran.
+        known: {id: source} of tensors and other objects that exist outside the graph.
+        sizes: The markers of the arguments' sizes.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class TemplateReader:
         """Return the template of `value`; a graph output is `["out", position]` until the split names it.
 
         Raises:
-            TraceError: A part of `value` cannot be built again from data; the message names it.
+            TraceError: A part of `value` cannot be rebuilt from data; the message names it.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -144,7 +145,7 @@ class TemplateReader:
             literal = encode_literal(value)
         except NoRuleError as error:
             raise _cannot_rebuild(value, path) from error
-        # A dict of another class is compared as one, and would be built as one.
+        # The literal of a dict subclass does not name the class, so a plain dict would be rebuilt.
         if _holds_mark(literal) or _names_code(literal) or isinstance(value, dict):
             raise _cannot_rebuild(value, path)
         return ["const", literal]
@@ -162,7 +163,7 @@ class TemplateReader:
             tensor, word, dim = self._sizes[int(value)]
             if id(tensor) in self._known:
                 return [word, self._known[id(tensor)], dim]
-        if _NUMBER_MARK <= abs(value) < math.inf:  # what is made of a mark is large, and finite
+        if _NUMBER_MARK <= abs(value) < math.inf:  # a result of arithmetic on a marker
             msg = f"{path} is a number that depends on sizes or on data. Return a tensor, or compute it outside."
             raise TraceError(msg, path=path)
         return ["const", encode_literal(value)]
@@ -171,21 +172,21 @@ class TemplateReader:
         if id(value) in self._positions:
             set_here = vars(value).keys() - self._own[id(value)]
             if set_here:
-                msg = f"{path} has the attribute {min(set_here)}, which forward sets: return it beside the tensor."
+                msg = f"{path} has the attribute {min(set_here)}, which forward sets; return it separately."
                 raise TraceError(msg, path=path)
             return ["out", self._positions[id(value)]]
         if id(value) in self._known:
             return ["source", self._known[id(value)]]
         msg = (
-            f"{path} is a tensor that is neither computed by the graph nor passed in, so it cannot be found again."
+            f"{path} is a tensor that is neither computed by the graph nor passed in, so a loaded model cannot find it."
             " Return a tensor that forward computes."
         )
         raise TraceError(msg, path=path)
 
     def _built(self, value: Any, path: str) -> Json | None:
-        """Read a value that its class builds: a structseq, a named tuple, a dataclass."""
+        """Return the template of a structseq, a named tuple, an ordered dict or a dataclass; None for other values."""
         kind = type(value)
-        _refuse_more(value, path)
+        _refuse_extra_attributes(value, path)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["call", _importable(value, path), [self.read(v, f"{path}[{i}]") for i, v in enumerate(value)], []]
         if isinstance(value, tuple) and kind.__module__ == "torch.return_types":
@@ -203,19 +204,19 @@ class TemplateReader:
         return None
 
 
-def _refuse_more(value: Any, path: str) -> None:
-    """Refuse a value that has attributes beside those that its class gives to what is built from its fields."""
+def _refuse_extra_attributes(value: Any, path: str) -> None:
+    """Refuse a value with attributes that rebuilding it from its fields would not set."""
     kind = type(value)
-    is_built = dataclasses.is_dataclass(kind) or kind is OrderedDict or hasattr(kind, "_fields")
-    more = dict.fromkeys(vars(value)) if is_built and hasattr(value, "__dict__") else {}
-    given = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    is_rebuilt = dataclasses.is_dataclass(kind) or kind is OrderedDict or hasattr(kind, "_fields")
+    attributes = list(vars(value)) if is_rebuilt and hasattr(value, "__dict__") else []
+    expected = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     for owner in kind.__mro__:
         code = getattr(vars(owner).get("__post_init__"), "__code__", None)
-        given.update(code.co_names if code is not None else ())
-        given.update(name for name, member in vars(owner).items() if isinstance(member, functools.cached_property))
-    for name in more:
-        if name not in given:
-            msg = f"{path} has the attribute {name}, which forward sets: make it a field, or return it beside."
+        expected.update(code.co_names if code is not None else ())
+        expected.update(name for name, member in vars(owner).items() if isinstance(member, functools.cached_property))
+    for name in attributes:
+        if name not in expected:
+            msg = f"{path} has the attribute {name}, which forward sets; make it a field, or return it separately."
             raise TraceError(msg, path=path)
 
 
@@ -226,7 +227,7 @@ def _holds_mark(literal: Json) -> bool:
 
 
 def _names_code(literal: Json) -> bool:
-    """Return whether a literal stands for an object of this process, such as a function: it can be compared alone."""
+    """Return whether a literal contains an object of this process, such as a function, that cannot be rebuilt."""
     if not isinstance(literal, list):
         return False
     return literal[:1] in ([word] for word in _COMPARED) or any(map(_names_code, literal))
@@ -236,7 +237,7 @@ def _importable(value: Any, path: str) -> str:
     name = qualified_name(type(value))
     try:
         found = find_qualified(name)
-    except Exception as error:  # a module's own `__getattr__` fails in any way it likes
+    except Exception as error:  # a module's `__getattr__` can raise anything
         raise _cannot_rebuild(value, path) from error
     if found is not type(value):
         raise _cannot_rebuild(value, path)
@@ -247,8 +248,8 @@ def _importable(value: Any, path: str) -> str:
 def _cannot_rebuild(value: Any, path: str) -> TraceError:
     kind = "numpy:ndarray" if isinstance(value, NumpyArray) else qualified_name(type(value))
     msg = (
-        f"{path} is of type {kind}, which cannot be built again. Return tensors, numbers,"
-        " lists, tuples, dicts, named tuples or dataclasses of a module that can be imported."
+        f"{path} is of type {kind}, which a loaded model cannot rebuild. Return tensors, numbers,"
+        " lists, tuples, dicts, named tuples or dataclasses of an importable module."
     )
     return TraceError(msg, path=path, actual=kind)
 
@@ -257,10 +258,10 @@ def place_outputs(template: Json, outputs: Sequence[Json], metas: Mapping[str, T
     """Return `template` in the plan's grammar.
 
     Args:
-        template: As `TemplateReader` gave it: `["out", i]` is the graph's i-th output, `["size", source, dim]` and
+        template: As returned by `TemplateReader`: `["out", i]` is the graph's i-th output, `["size", source, dim]` and
             `["stride", source, dim]` are read from an argument.
-        outputs: What the split says of each output of the graph.
-        metas: The graph's inputs by source, over the plan's symbols.
+        outputs: The template of each output of the graph, from the split.
+        metas: The graph's inputs by source, in terms of the plan's symbols.
     """
     word = template[0]
     if word == "out":

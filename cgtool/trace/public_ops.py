@@ -1,6 +1,6 @@
-"""What Dynamo leaves in its graphs that a plan has no words for, written as what does the same and has some.
+"""Rewrites parts of Dynamo's graphs that a plan cannot express.
 
-Calls of torch's private functions become public ones, and the arrays and numbers of numpy that a model has are held.
+Calls of torch's private functions become calls of public ones, and a model's NumPy arrays and numbers become constants.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cgtool.trace import _torch as private
 from cgtool.trace.sources import Frame, source_text
 
 
-def write_publicly(graph_module: fx.GraphModule) -> None:
-    """Let a graph, and the graphs within it, call public functions alone where that can be said."""
+def replace_private_ops(graph_module: fx.GraphModule) -> None:
+    """Replace private functions of torch in a graph and its nested graphs by public ones, where there is one."""
     for part in graph_module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
@@ -30,46 +30,46 @@ def write_publicly(graph_module: fx.GraphModule) -> None:
         part.recompile()
 
 
-def hold_arrays(graph_module: fx.GraphModule, frame: Frame) -> Iterator[Guard]:
-    """Let a graph hold the arrays and the numbers of numpy that the model has; yield a guard on each.
+def embed_numpy_arrays(graph_module: fx.GraphModule, frame: Frame) -> Iterator[Guard]:
+    """Make the model's NumPy arrays and numbers constants of the graph; yield a guard on each.
 
     Raises:
-        TraceError: One is an argument.
+        TraceError: An argument is a NumPy array or number.
     """
     graph = graph_module.graph
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        given = node.meta.get("grapharg")
-        if given is None or not private.is_of_numpy(given.source):
+        grapharg = node.meta.get("grapharg")
+        if grapharg is None or not private.is_of_numpy(grapharg.source):
             continue
-        text = source_text(given.source.base, frame)
+        text = source_text(grapharg.source.base, frame)
         if text.startswith("arg:"):
             name = source_words(text)
-            msg = f"{name} is an array or a number of numpy, which an artifact cannot take. Pass a tensor or a float."
+            msg = f"{name} is a NumPy array or number, which an artifact cannot take. Pass a tensor or a float."
             raise TraceError(msg, path=name)
-        graph_module.register_buffer(f"numpy_{index}", given.example.clone())
+        graph_module.register_buffer(f"numpy_{index}", grapharg.example.clone())
         with graph.inserting_before(node):
-            held = graph.get_attr(f"numpy_{index}")
-        held.meta.update(node.meta)
-        node.replace_all_uses_with(held)
+            constant = graph.get_attr(f"numpy_{index}")
+        constant.meta.update(node.meta)
+        node.replace_all_uses_with(constant)
         graph.erase_node(node)
         yield Guard(source=text, kind="value", expected=encode_literal(frame.resolve(text)))
     graph_module.recompile()
 
 
 def _data(node: fx.Node) -> None:
-    """Write `x.data` as `x.detach()`: without gradients they are one."""
+    """Replace `x.data` by `x.detach()`: without gradients they are equivalent."""
     node.op, node.target = "call_method", "detach"
 
 
 def _assertion(node: fx.Node) -> None:
-    """Give an assertion about a tensor the words that it has from torch: one without words gets lost in a compile."""
+    """Give an assertion about a tensor torch's default message: without a message, a compile drops the assertion."""
     if len(node.args) + len(node.kwargs) == 1:
         node.args = (*node.args, *node.kwargs.values(), "Expected Tensor with single nonzero value, but got zero")
         node.kwargs = {}
 
 
 def _tensor_of_numbers(node: fx.Node) -> None:
-    """Write `torch.tensor([x.shape[0], 2])` as scalars that are stacked."""
+    """Replace `torch.tensor([x.shape[0], 2])` by stacked scalars."""
     value = node.meta["example_value"]
     graph = node.graph
 

@@ -1,8 +1,8 @@
-"""What code asks about its tensors that Dynamo answers once and for all, and the plan does not hold otherwise.
+"""Guards on properties of tensors that code reads, that Dynamo folds, and that the plan does not check otherwise.
 
-A plan lets a call pass where gradients are not needed, whichever of its tensors could have them, where a dimension of
-size one has any stride, and whether or not two arguments are one tensor. Code that may ask for one of these, by a name
-or by a string, gets a guard on the answer for all tensors that it could mean.
+A plan accepts calls regardless of which tensors require gradients, of the strides of dimensions of size one, and of
+whether two arguments are the same tensor. If code may read one of these, by a name or a string, all tensors that it
+could refer to get a guard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cgtool.trace.names import compares_objects, names_in
 from cgtool.trace.objects import is_of_call
 
 _LARGE = 1 << 40
-#: Kinds of guards, and the names by which code asks what they see.
+#: Kinds of guards → the names by which code reads the property.
 _QUESTIONS: dict[str, frozenset[str]] = {
     "requires_grad": frozenset({"requires_grad"}),
     "is_leaf": frozenset({"is_leaf", "grad_fn", "retains_grad"}),
@@ -39,18 +39,18 @@ _QUESTIONS: dict[str, frozenset[str]] = {
 def question_guards(
     codes: Iterable[types.CodeType], names: frozenset[str], objects: Mapping[str, Any]
 ) -> Iterator[Guard]:
-    """Yield guards on what the traced code may ask.
+    """Yield guards on the properties that the traced code may read.
 
     Args:
-        codes: The code that the trace went through.
-        names: The names that it holds, and those of the functions that it reaches by other names.
-        objects: {source: object} of all that it could mean, the graph's inputs among them.
+        codes: The traced code.
+        names: The names in it, and the names of functions that it reaches under other names.
+        objects: {source: object} of everything that it could refer to, including the graph's inputs.
     """
-    with torch.no_grad():  # as the trace was made, whatever holds around the warm
+    with torch.no_grad():  # as during the trace, whatever the caller's mode
         asked = {name: current(name) for name in names_for_code(names)}
     for name, answer in asked.items():
         yield Guard(source=f"state:{name}", kind="state", expected=answer)
-    # torch's own modules hold names such as `stride` for settings of theirs.
+    # torch's own modules use names such as `stride` for hyperparameters.
     codes = list(codes)
     outside = names_in(code for code in codes if not _is_torchs(code))
     for kind, words in _QUESTIONS.items():
@@ -63,11 +63,11 @@ def question_guards(
 
 
 def shown_steps(graph_module: fx.GraphModule, inputs: Mapping[str, Any], shape_env: Any) -> list[str]:
-    """Return the inputs of which an output shows the stride of a dimension of size one.
+    """Return the inputs whose strides of dimensions of size one affect the strides of an output.
 
     A view, a copy or `zeros_like` keeps such a stride, and a sum or a product does not. So the graph is run on fake
-    tensors with other strides there, for all inputs, and where that shows for each. Of a graph that cannot be run so,
-    nothing is known.
+    tensors with other strides there: on all inputs at once and, if an output changes, on each. If the graph cannot be
+    run this way, every input counts.
 
     Args:
         graph_module: Dynamo's graph.
@@ -89,15 +89,15 @@ def shown_steps(graph_module: fx.GraphModule, inputs: Mapping[str, Any], shape_e
     try:
         with torch.no_grad(), inputs[asked[0]].fake_mode, shape_env.suppress_guards():
             return [source for source in asked if shows((source,))] if shows(asked) else []
-    except Exception:  # noqa: BLE001 - an op may ask for what fake tensors lack
+    except Exception:  # noqa: BLE001 - an op may need something that fake tensors do not support
         return asked
 
 
 class _Steps(fx.Interpreter):
-    """Runs a graph on fake tensors of which some have other strides, as far as that shows.
+    """Runs a graph on fake tensors with changed strides, as far as the change propagates.
 
-    Where it does not show, the value is the trace's own: what comes after it need not run. `empty_like` and its kin
-    keep the strides of a dense tensor, as they really do.
+    A node whose result keeps its strides returns the traced value, so that the nodes after it need not run.
+    `empty_like` and similar ops keep the strides of a dense tensor, as the real ops do.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -126,7 +126,7 @@ def _has_one(value: Any) -> bool:
 
 
 def _moved(fake: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like another, with a stride in its dimensions of size one that no tensor has by nature."""
+    """Return a tensor like another, with an implausible stride in its dimensions of size one."""
     steps = [_LARGE if size == 1 else own for size, own in zip(fake.shape, fake.stride(), strict=True)]
     return torch.empty_strided(fake.shape, steps, dtype=fake.dtype, device=fake.device)
 
@@ -136,12 +136,12 @@ def _is_torchs(code: types.CodeType) -> bool:
 
 
 def _distinct_arguments(objects: Mapping[str, Any]) -> Iterator[Guard]:
-    """Yield guards that the objects of a call are different ones, and none of the model's own of the same class."""
+    """Yield guards that the objects of a call differ from each other and from the model's objects of the same class."""
     firsts = {id(value): source for source, value in reversed(list(objects.items()))}
-    given = [source for source in reversed(firsts.values()) if is_of_call(source)]
-    for source in given:
+    arguments = [source for source in reversed(firsts.values()) if is_of_call(source)]
+    for source in arguments:
         yield Guard(source=source, kind="distinct:arguments", expected=True)
-    for source, other in itertools.product(given, firsts.values()):
+    for source, other in itertools.product(arguments, firsts.values()):
         value = objects[source]
         if is_of_call(other) or isinstance(value, (list, dict, set)):
             continue

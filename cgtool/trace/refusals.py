@@ -1,4 +1,4 @@
-"""What a trace cannot keep, refused by name: what happens around the model's method and beside it, and addresses."""
+"""Refuses models whose behavior a trace cannot capture: code around the method, side effects, object ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cgtool.threads import beside_calls
 from cgtool.trace import _torch as private
 from cgtool.trace.closure import is_covered_by_versions
 
-#: What holds of every model: its method is traced, and not the hooks around a call of it.
+#: Guards on every model: only the method is traced, and not the hooks around its call.
 ALWAYS = (
     Guard(source="self.training", kind="value", expected=False),
     Guard(source="self", kind="hooks", expected=0),
@@ -27,66 +27,64 @@ ALWAYS = (
     Guard(source="global:torch.nn.modules.module:_global_forward_hooks", kind="empty", expected=True),
     Guard(source="global:torch.nn.modules.module:_global_forward_pre_hooks", kind="empty", expected=True),
 )
-
-
-#: The same in words, for a model of which it does not hold.
+#: The sources of these guards → the error if one does not hold.
 _AROUND = {
     "self.training": "the model is in training mode; call model.eval() first",
     "self": "the model itself has hooks, which run around forward; put them on a submodule, or remove them",
-    "self|type.__call__": "the model's class has a __call__ of its own; move what it does into forward",
+    "self|type.__call__": "the model's class overrides __call__; move its code into forward",
 }
 
 
 def refuse_surroundings(roots: Roots) -> None:
-    """Refuse a model whose call, or the call of whose parts, does more than its method."""
+    """Refuse a model if calling it, or one of its parts, runs more code than the method."""
     method = getattr(roots.method, "__func__", roots.method)
     why = None
     if not isinstance(method, types.FunctionType):
-        why = f"is a {type(method).__qualname__} and no function, which Dynamo does not trace; write a method"
+        why = f"is a {type(method).__qualname__}, not a function, so Dynamo cannot trace it; write a method"
     elif hasattr(method, "_torchdynamo_orig_callable"):
-        why = "is under torch.compile, which would compile it once more; take that off"
+        why = "is already wrapped by torch.compile; remove that"
     elif "__name__" not in method.__globals__:
-        why = "belongs to no module (its globals have no __name__); import it from one"
+        why = "belongs to no module (its globals have no __name__); import it from a module"
     if why is not None:
-        msg = f"What is to be compiled {why}."
+        msg = f"The method to compile {why}."
         raise TraceError(msg, path=getattr(method, "__qualname__", None), actual=type(method).__qualname__)
     for name in ("__call__", "_wrapped_call_impl", "_call_impl"):
         if getattr(getattr(nn.Module, name), "__globals__", None) is not vars(nn.modules.module):
-            msg = f"torch.nn.Module.{name} was replaced, and compiled code does not run it; put torch's own back."
+            msg = f"torch.nn.Module.{name} was replaced, but compiled code does not run it; restore torch's own."
             raise TraceError(msg, path=f"torch.nn.Module.{name}")
     for failure in check(ALWAYS, roots):
         why = _AROUND.get(failure.guard.source, "hooks for all modules are registered; remove them")
-        msg = f"Compiled code runs the model's method alone, and a call of this model does more: {why}."
+        msg = f"Compiled code runs only the model's method, but a call of this model does more: {why}."
         raise TraceError(msg, path=source_words(failure.guard.source), actual=failure.actual)
 
 
 def refuse_side_effects(changed: Iterable[str], lines: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse a model that changes what these sources name, at these lines of its code, and does not put it back."""
+    """Refuse a model that changes the objects of these sources and does not restore them; `lines` are its writes."""
     lasting = [text for text in changed if text and not text.startswith("arg:kwargs")]
     if lasting:
         names = ", ".join(source_words(text) for text in lasting[:4])
         where = "".join(dict.fromkeys(lines.get(text, "") for text in lasting[:4]))
         msg = (
-            f"The model changes {names} while it runs, and a compiled graph would not.{where}\nKeep state in buffers "
+            f"The model changes {names} while it runs, but a compiled graph would not.{where}\nKeep state in buffers "
             "that are written in place (`self.count.add_(1)`), or return it."
         )
         raise TraceError(msg, path=names, actual=tuple(lasting))
 
 
 def refuse_beside_calls(kept: Sequence[str], lines: Mapping[str, str]) -> None:
-    """Refuse a model whose calls leave something in these places, where other threads call it: a trace sets them."""
+    """Refuse to trace beside other threads' calls if calls leave values in these places: the trace sets them too."""
     if kept and beside_calls.get():
         names = ", ".join(source_words(text) for text in kept[:4])
         where = "".join(dict.fromkeys(lines.get(text, "") for text in kept[:4]))
         msg = (
-            f"Calls leave something in {names}, which a trace in the background would change beneath calls of the "
-            f"model itself.{where}\nPass otherwise='warm', with which calls wait for it."
+            f"Calls store values in {names}, which a background trace would change during other calls of the "
+            f"model.{where}\nPass otherwise='warm', which makes calls wait for the trace."
         )
         raise TraceError(msg, path=names, actual=tuple(kept))
 
 
 def refuse_subclasses(inputs: Mapping[str, Any]) -> None:
-    """Refuse inputs, fake tensors by source, that an artifact cannot take."""
+    """Refuse tensor subclasses among the inputs ({source: fake tensor}), which an artifact cannot take."""
     for source, value in inputs.items():
         if private.is_traceable_wrapper_subclass(value):
             name = source_words(source)
@@ -98,7 +96,7 @@ def refuse_subclasses(inputs: Mapping[str, Any]) -> None:
 
 
 def refuse_identities(codes: Iterable[types.CodeType]) -> None:
-    """Refuse the user's code that asks for the number of an object: it is another one in each process."""
+    """Refuse user code that calls `id()`, whose result differs in each process."""
     for code in codes:
         if is_covered_by_versions(code.co_filename):
             continue
@@ -107,7 +105,7 @@ def refuse_identities(codes: Iterable[types.CodeType]) -> None:
                 line = instruction.positions.lineno if instruction.positions is not None else code.co_firstlineno
                 where = f"{code.co_filename}:{line}"
                 msg = (
-                    f"{where}, in {code.co_qualname}: id() gives another number in each process, so nothing that is "
-                    "made of it can be kept. Compare the objects with `is`, or put them into a set."
+                    f"{where}, in {code.co_qualname}: id() returns a different number in each process, so a compiled "
+                    "graph cannot depend on it. Compare the objects with `is`, or put them into a set."
                 )
                 raise TraceError(msg, path=where, actual="id")

@@ -1,4 +1,4 @@
-"""Dynamo's sources, written in the plan's grammar (`cgtool.guards.sources`)."""
+"""Translates Dynamo's sources to the plan's grammar (`cgtool.guards.sources`)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _MODULE = re.compile(r"[\w.-]+")
 _IMPORT = "__import_"
 #: A dict whose keys are numbers of this process.
 _HOOKS = re.compile(r"_hooks(_with_kwargs|_always_called)?$")
-#: A global that Dynamo made for an object without a name in the frame: its id, and the number of the trace.
+#: A global that Dynamo creates for an object without a name in the frame: its id and the number of the trace.
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
-#: Where flex attention keeps what it has warned of in this process.
+#: The set in which flex attention keeps the warnings that it has shown in this process.
 WARNINGS_SHOWN = "global:torch.nn.attention.flex_attention:_WARNINGS_SHOWN"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The first frame of a trace: what its names mean.
+    """The first frame of a trace, which defines the meaning of names in sources.
 
     Args:
-        owner: The local that is the model itself ("self"); None when the model is `args[0]` of a wrapper.
+        owner: The local that is the model itself ("self"); None if the model is `args[0]` of a wrapper.
         free: Names that the function closes over.
         module: The name of the module that the function's globals belong to.
-        global_names: Names that Dynamo made for imported modules, and the modules' own names.
+        global_names: {name that Dynamo created for an imported module: name of the module}.
         roots: The live model, its method and the arguments of the traced call.
     """
 
@@ -46,7 +46,7 @@ class Frame:
     roots: Roots | None = None
 
     def resolve(self, text: str) -> Any:
-        """Return the live object of a source; None where there is none."""
+        """Return the live object of a source, or None if it does not exist."""
         try:
             return None if self.roots is None else self.roots.resolve(text)
         except SourceError:
@@ -54,14 +54,14 @@ class Frame:
 
 
 class UnknownSourceError(TraceError):
-    """A source of Dynamo that the plan has no words for."""
+    """A source of Dynamo that the plan's grammar cannot express."""
 
 
 def source_text(source: Any, frame: Frame) -> str:
     """Return `source` in the plan's grammar.
 
     Raises:
-        UnknownSourceError: There are no words for it.
+        UnknownSourceError: The grammar cannot express it.
     """
     if isinstance(source, _S.LocalSource):
         return _local(source, frame)
@@ -73,14 +73,14 @@ def source_text(source: Any, frame: Frame) -> str:
         if isinstance(source, kind):
             return spell(source, frame)
     if isinstance(source, _S.RandomValueSource):
-        msg = "The model draws a number of Python's random, and compiled code would draw the same one each time."
+        msg = "The model draws a number with Python's random, and compiled code would return the same one each time."
         raise UnknownSourceError(f"{msg} Draw it with torch, or pass it in.", actual="random")
-    msg = f"Dynamo's source {source.name!r} ({type(source).__name__}) has no words in a plan."
+    msg = f"A plan cannot express Dynamo's source {source.name!r} ({type(source).__name__})."
     raise UnknownSourceError(msg, actual=type(source).__name__)
 
 
 def variable_of(source: Any) -> str | None:
-    """Return the variable of the environment that a source names: `os.environ` keeps them by bytes, in `_data`."""
+    """Return the environment variable that a source reads: `os.environ` stores them in `_data`, under bytes."""
     index, holder = getattr(source, "index", None), getattr(source, "base", None)
     if isinstance(index, bytes) and getattr(holder, "member", None) == "_data":
         return os.fsdecode(index)
@@ -107,17 +107,17 @@ def _global(name: str, frame: Frame) -> str:
     if by_id is not None and (module := _module_of_id(int(by_id[1]))) is not None:
         return f"module:{module}"
     if by_id is not None or (name.startswith("__") and not name.endswith("__")):
-        msg = f"Dynamo made the global {name!r} for this process alone."
+        msg = f"Dynamo created the global {name!r}, which exists only in this process."
         raise UnknownSourceError(msg, actual=name)
     module = canonical_module_name(frame.module)
     if not _MODULE.fullmatch(module):
-        msg = f"The global {name!r} is of code that no module holds (its name is {module!r}). Import that as a module."
+        msg = f"The global {name!r} belongs to code outside any module (its name is {module!r}). Import it as a module."
         raise UnknownSourceError(msg, actual=module)
     return f"global:{module}:{name}"
 
 
 def _module_of_id(number: int) -> str | None:
-    """Return the name of the module with this id: what `type(tensor)` refers to is found through `torch` in 2.13."""
+    """Return the name of the module with this id: torch 2.13 finds `type(tensor)` through such a global for `torch`."""
     return next((module.__name__ for module in list(sys.modules.values()) if id(module) == number), None)
 
 
@@ -129,7 +129,7 @@ def _attribute(base: str, name: str) -> str:
         return f"{base}.{name}"
     whole = f"{base.removeprefix('module:')}.{name}"
     if whole in sys.modules and getattr(sys.modules.get(whole.rpartition(".")[0]), name, None) is sys.modules[whole]:
-        return f"module:{whole}"  # an import that the model makes as it runs has not been made at load
+        return f"module:{whole}"  # a module that the model imports lazily is not imported yet at load
     return f"{base.replace('module:', 'global:', 1)}:{name}"
 
 
@@ -172,8 +172,11 @@ def _nth(word: str) -> Callable[[Any, Frame], str]:
 
 
 def _answer(source: Any, frame: Frame) -> str:
-    asked = source_words(source_text(source.base, frame))
-    msg = f"{asked}() answers for this process alone. Ask as the model is built, and keep the answer in an attribute."
+    function = source_words(source_text(source.base, frame))
+    msg = (
+        f"The result of {function}() is valid only in this process. "
+        "Call it when the model is built, and keep the result in an attribute."
+    )
     raise UnknownSourceError(msg, actual=source.name)
 
 
@@ -185,7 +188,7 @@ def _tensor_property(source: Any, _frame: Frame) -> str:
 def _context_variable(source: Any, frame: Frame) -> str:
     base = source_text(source.base, frame)
     if not base.endswith(".user_override"):
-        msg = f"{source_words(base)} is a context variable, which may have another value at each call."
+        msg = f"{source_words(base)} is a context variable, whose value may differ at each call."
         raise UnknownSourceError(msg, actual=base)
     return f"{base}.get"
 

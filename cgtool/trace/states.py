@@ -1,8 +1,8 @@
-"""The states that calls leave a model in: it is traced in each, until calls lead to no other.
+"""Traces a model in each state in which calls leave it, until calls lead to no new state.
 
-A call may look at what the one before it left in attributes of the model: whether there is something, and of which
-size. So one trace serves the model as it is, one as it is after a call, and so on. Where the sizes of what was left
-count, calls of other sizes come before, too.
+A call may read values that the previous call left in attributes of the model: whether they exist, and their sizes. So
+one trace serves the model as it is, the next one the model after a call, and so on. If the sizes of these values
+matter, the states after calls of other sizes are traced too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cgtool.trace.kept import State, guards_of_states
 from cgtool.trace.refusals import refuse_side_effects
 from cgtool.trace.writes import settled_guards
 
-#: How many calls may lead to other states, and in how many states one variant is traced.
+#: The most calls in a row that may lead to new states, and the most states in which one variant is traced.
 _MOST_CALLS, _MOST_STATES = 8, 32
 
 
@@ -37,9 +37,9 @@ def capture(
     *,
     left_by_others: Callable[[], Iterable[State]] = tuple,
 ) -> tuple[Trace, ...]:
-    """Trace `method` on these root locals, and once more in each state that calls leave the model in.
+    """Trace `method` on these root locals, and again in each state in which calls leave the model.
 
-    The model stays as it was.
+    The model is unchanged afterwards.
 
     Args:
         module: The model.
@@ -53,8 +53,8 @@ def capture(
         The traces of the model as it is, and as it is after calls.
 
     Raises:
-        GraphBreakError: The model holds something that Dynamo cannot trace.
-        TraceError: Something that the graph rests on, or that it returns, cannot be kept as data.
+        GraphBreakError: The model contains something that Dynamo cannot trace.
+        TraceError: A fact that the graph depends on, or its output, cannot be stored as data.
     """
     trace = functools.partial(trace_once, module, method, signature, arguments, marked)
     traces = [trace(state=State())]
@@ -68,7 +68,7 @@ def capture(
         except CgtoolError:
             if state.sizes is None:
                 raise
-            continue  # what calls of other sizes leave may be nothing that this one runs with
+            continue  # this call may not run at all with values left by calls of other sizes
         if state.is_looked_at(again.looked_at):
             others += left_by_others()
             left_by_others = tuple
@@ -93,7 +93,7 @@ def _next_of(trace: Trace) -> Iterator[State]:
 
 
 def _lasting(trace: Trace) -> dict[str, Json]:
-    """Return the template of all that a call sets for good or for the next one, by source."""
+    """Return the template of every value that a call sets, once and for all or for the next call, by source."""
     return {**{one.place: ["const", one.after] for one in trace.settled}, **trace.kept}
 
 
@@ -103,26 +103,26 @@ def _refuse(before: Trace, again: Trace) -> None:
 
 
 def _is_as_before(one: Trace, again: Trace) -> bool:
-    """Return whether a trace is another one once more: what differs in the model is nothing that it looked at.
+    """Return whether two traces are equivalent: they differ only in parts of the model that neither of them read.
 
-    What one sets for good may be set in the other.
+    The attributes that the first sets once and for all may be set already in the second.
     """
-    if _graph_words(one) != _graph_words(again) or one.kept != again.kept:
+    if _fingerprint(one) != _fingerprint(again) or one.kept != again.kept:
         return False
     if again.settled and again.settled != one.settled:
         return False
     places = _lasting(again)
-    return _seen_in(one, places) == _seen_in(again, places)
+    return _guards_on(one, places) == _guards_on(again, places)
 
 
-def _seen_in(trace: Trace, places: Iterable[str]) -> set[tuple[str, str, str]]:
-    """Return the guards on what calls leave something in."""
+def _guards_on(trace: Trace, places: Iterable[str]) -> set[tuple[str, str, str]]:
+    """Return the guards of a trace on these places."""
     _, of_call = guards_of_states(trace.model_guards, trace.looked_at, tuple(places))
     return {(guard.source, guard.kind, repr(guard.expected)) for guard in of_call}
 
 
-def _graph_words(trace: Trace) -> tuple[Any, ...]:
-    """Return what two equal traces have in common; a graph that holds a constant tensor equals none."""
+def _fingerprint(trace: Trace) -> tuple[Any, ...]:
+    """Return a value that is equal for equal traces; a graph with a constant tensor never equals another."""
     graph_module = trace.graph_module
     placeholders = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
     constants = [object() for _ in graph_module.named_buffers()]
@@ -131,7 +131,7 @@ def _graph_words(trace: Trace) -> tuple[Any, ...]:
 
 
 def _before_and_after(first: Trace, again: Trace) -> Trace:
-    """Return the trace of a model that sets attributes for good: it serves it as it was, and as it is from then on."""
+    """Merge the traces before and after a model sets attributes once and for all, so that the result serves both."""
     if first.settled == again.settled:
         return first
     guards = {(guard.source, guard.kind): guard for trace in (first, again) for guard in trace.model_guards}

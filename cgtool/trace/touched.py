@@ -1,9 +1,9 @@
-"""What a trace could have looked at, as guards: more than what Dynamo guards, because it folds much of what it reads.
+"""Guards on everything that a trace could have read. Dynamo guards less: it folds much of what it reads.
 
-The walk starts where the trace has been (the model, what Dynamo's guards name, the globals of traced code) and follows
-every name that traced code holds, as a name or as a string, whatever object it stands on. What it meets is guarded as
-it is: plain data by value, classes by definition, of every object which of those names it has, and which objects are
-one. A fact that nobody read costs a trace when it changes; one that is missing costs a wrong answer.
+The walk starts from the model, the sources of Dynamo's guards and the globals of traced code, and follows every name in
+traced code, as a name or a string, on every object. It guards plain data by value, classes by definition, which of
+those names each object has, and which objects are identical. A superfluous guard costs a trace when its value changes;
+a missing one costs a wrong answer.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import is_covered_by_versions, is_installed, module_of, modules_by_file
 from cgtool.trace.names import PLACE, called_by_python, enumerates, globals_in, names_in, never_traced
-from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_passed_by
+from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_skipped_module
 from cgtool.trace.variables_read import refuse_alias
 
-#: A container with more elements than this is one digest, or its length where it has none.
+#: A container with more elements than this is guarded by its digest, or by its length if it has none.
 _MAX_ELEMENTS = 256
-#: What a plan can spell after a dot.
+#: Attribute names that a source can spell.
 _NAME = re.compile(r"[A-Za-z0-9_]+", re.ASCII)
-#: What a module keeps of its own: hooks have guards, and parts are found by their names.
+#: Internal attributes of `nn.Module`: hooks have their own guards, and parts are found by their names.
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
-#: Modules whose version stands for them; what the model reads there is guarded, and no further.
-_GIVEN_MODULES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
-#: What functions and classes are called, which older versions of Dynamo read without a guard.
-_CALLED = ("__name__", "__qualname__", "__module__", "__doc__")
-#: Where a flag remembers the combinations of its members that were made so far.
-_OF_A_FLAG = frozenset({"_value2member_map_", "_member_map_", "_member_names_"})
-#: Globals that say where a module lies and how it was started.
-_OF_EVERY_MODULE = frozenset(vars(types.ModuleType(""))) | {"__builtins__", "__cached__", "__file__", "__path__"}
-#: Functions marked as constants whose every answer the version of torch tells, which is a factor of the key.
-_ANSWERED_BY_VERSION = frozenset(
+#: Modules covered by their version: the names that the model reads there are guarded, but the walk goes no further.
+_PLATFORM_MODULES = frozenset({"torch", "numpy", *sys.stdlib_module_names})
+#: Names of functions and classes, which older versions of Dynamo read without a guard.
+_NAME_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__")
+#: Caches in which an enum flag keeps the combinations of its members created so far.
+_FLAG_CACHES = frozenset({"_value2member_map_", "_member_map_", "_member_names_"})
+#: Globals that describe where a module is and how it was loaded.
+_MODULE_METADATA = frozenset(vars(types.ModuleType(""))) | {"__builtins__", "__cached__", "__file__", "__path__"}
+#: Functions marked as constants whose results follow from the version of torch, which is a factor of the key.
+_DETERMINED_BY_VERSION = frozenset(
     f"{PROBES}:{name}" for name in ("is_torch_greater_or_equal", "is_torch_less_or_equal", "get_torch_version")
 )
-#: Instances of classes of the standard library that hold what the user put there.
+#: Classes of the standard library whose instances hold the user's objects.
 _HOLDERS = (
     *(types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.deque),
     *(dict, list, tuple, set),
@@ -71,13 +71,13 @@ _UNSTABLE = re.compile(r"\|(dict|type|call|keys)|\.__(mro|code|dict|closure|defa
 
 @dataclass(frozen=True, kw_only=True)
 class Touched:
-    """What a trace could have looked at.
+    """Everything that a trace could have read.
 
     Args:
-        guards: The facts, those of calls (`arg:`) among them.
+        guards: The guards, including those on calls (`arg:`).
         classes: The classes outside torch and the standard library.
-        names: The names that traced code holds, and those of the functions that it reaches by other names.
-        objects: {source: object} of what was met and can be one with something else.
+        names: The names in traced code, and the names of functions that it reaches under other names.
+        objects: {source: object} of the visited objects whose identity can matter.
     """
 
     guards: tuple[Guard, ...]
@@ -86,17 +86,17 @@ class Touched:
     objects: Mapping[str, Any]
 
 
-def touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Roots) -> Touched:
-    """Return what a trace could have looked at.
+def find_touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Roots) -> Touched:
+    """Return everything that a trace could have read.
 
     Args:
-        codes: The code that it went through.
-        sources: What Dynamo's guards and the graph's inputs name.
+        codes: The traced code.
+        sources: The sources of Dynamo's guards and of the graph's inputs.
         roots: The live model, its method and the arguments of the traced call.
     """
     names, read = names_in(codes) | {"forward"}, globals_in(codes)
     run: frozenset[types.CodeType] = frozenset()
-    held = dict(_held_by_given(codes))
+    held = dict(_stdlib_globals(codes))
     while True:
         walk = _Walk(names, read, roots, frozenset(sources))
         walk.run(sources, _modules_of((*codes, *run), roots.method), held)
@@ -110,7 +110,7 @@ def touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots: Root
 
 
 def _modules_of(codes: Iterable[types.CodeType], method: Any) -> list[types.ModuleType]:
-    """Return the modules whose globals traced code could name, without those of torch and the standard library."""
+    """Return the modules of the method and of traced code, without those of torch and the standard library."""
     files = {code.co_filename for code in codes if not is_covered_by_versions(code.co_filename)}
     owner = getattr(method, "__globals__", {}).get("__name__")
     return [
@@ -120,10 +120,10 @@ def _modules_of(codes: Iterable[types.CodeType], method: Any) -> list[types.Modu
     ]
 
 
-def _held_by_given(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]]:
-    """Yield the objects, with their sources, that traced code of the standard library keeps in its globals.
+def _stdlib_globals(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]]:
+    """Yield (source, object) of the globals that traced code of the standard library names.
 
-    Dynamo has no guards on them. What `threading.main_thread` returns is one.
+    Dynamo has no guards on them. An example is the object that `threading.main_thread` returns.
     """
     by_file = modules_by_file()
     for code in codes:
@@ -160,25 +160,25 @@ class _Walk:
         for source, value in held.items():
             self._attributes(source, value)
         self._class("global:torch:Tensor", torch.Tensor)
-        for name in sorted(self.names.intersection(vars(builtins)) - _OF_EVERY_MODULE):
-            self._given(f"global:builtins:{name}", vars(builtins)[name])
+        for name in sorted(self.names.intersection(vars(builtins)) - _MODULE_METADATA):
+            self._platform_global(f"global:builtins:{name}", vars(builtins)[name])
         self._finish()
-        # What a call brings and the model holds is the model's.
+        # Arguments come last, so that an argument that the model also holds gets the model's source.
         self._start(filter(is_of_call, steps))
         self._finish()
 
     def _steps(self, text: str) -> Iterator[str]:
-        """Yield a source and those on its way, without what is made anew each time that it is asked for."""
+        """Yield a source and its prefixes, without those that resolve to a new object each time."""
         source = parse_source(text)
         for step in (*source.prefixes, text):
             if source.root == "state" or _UNSTABLE.search(step) or step.rpartition(".")[2] in _BOOKKEEPING:
                 continue
-            if is_of_call(step) and self._is_model(step):  # the first of a wrapper's `*args`
+            if is_of_call(step) and self._names_model(step):  # the first of a wrapper's `*args`
                 yield from self._steps(f"self{text.removeprefix(step)}")
                 return
             yield step
 
-    def _is_model(self, source: str) -> bool:
+    def _names_model(self, source: str) -> bool:
         try:
             return self.roots.resolve(source) is self.roots.module
         except SourceError:
@@ -204,7 +204,7 @@ class _Walk:
         )
 
     def _registrations(self) -> Iterator[Guard]:
-        """Yield which of the classes are registered with the ABCs that come with Python."""
+        """Yield guards on which of the classes are registered with Python's own ABCs."""
         kind = f"registered:{_argument(map(qualified_name, self.classes))}"
         for source, cls in self.abstract.items():
             yield Guard(source=source, kind=kind, expected=describe(kind, cls))
@@ -213,7 +213,7 @@ class _Walk:
         self.guards.setdefault((source, kind), Guard(source=source, kind=kind, expected=expected))
 
     def child(self, source: str, value: Any) -> None:
-        """Take in what a name of traced code leads to: its value where that is data, its class where it is not."""
+        """Guard an object that a name in traced code leads to: by value if that is data, else by class."""
         is_long = isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MAX_ELEMENTS
         try:
             literal = encode_literal(value)
@@ -222,12 +222,12 @@ class _Walk:
         else:
             if is_long:
                 self.add(source, "digest", digest_of(literal))
-            elif not isinstance(value, (list, dict)):  # their elements are looked at one by one
+            elif not isinstance(value, (list, dict)):  # the walk visits their elements one by one
                 self.add(source, "value", literal)
         self.visit(source, value)
 
     def visit(self, source: str, value: Any) -> None:
-        """Look at an object later, unless it was met already: then it is one with what was met."""
+        """Queue an object for the walk; one that was visited before gets a guard on its identity instead."""
         refuse_alias(source, value)
         if id(value) not in self.objects:
             self.objects[id(value)] = source, value
@@ -285,15 +285,15 @@ class _Walk:
             if _NAME.fullmatch(name) and name not in _BOOKKEEPING and not is_computed(cls, name):
                 try:
                     held = getattr(value, name)
-                except Exception:  # noqa: BLE001 - a lookup of the object's own refuses as it likes
-                    # It decides by what the object holds, so all of that counts, read where it lies.
-                    for key, lies in list(vars(value).items()):
-                        self.child(f"{source}|dict[{json.dumps(key)}]", lies)
+                except Exception:  # noqa: BLE001 - a user-defined lookup can raise anything
+                    # The lookup depends on the object's attributes, so all of them count, read from `__dict__`.
+                    for key, attribute in list(vars(value).items()):
+                        self.child(f"{source}|dict[{json.dumps(key)}]", attribute)
                 else:
                     self.child(f"{source}.{name}", held)
 
     def _dict(self, source: str, value: Mapping[Any, Any]) -> None:
-        """Take in a dict: all of it, or the keys that code names where Dynamo's own guards say what else it read."""
+        """Guard a dict: all of it, or only the keys that code names if Dynamo's guards cover its other reads."""
         if len(value) > _MAX_ELEMENTS or source in self.guarded or is_of_call(source):
             named = describe(f"named_keys:{self.argument}", value)
             self.add(source, f"named_keys:{self.argument}", named)
@@ -305,7 +305,7 @@ class _Walk:
         except NoRuleError:
             self.add(source, "length", describe("length", value))
         for index, (key, held) in enumerate(list(value.items())):
-            # A class with a lookup of its own may give something else than what it holds.
+            # A subclass that overrides `__getitem__` may return something else than the stored value.
             named = type(key) in (str, int) and type(value).__getitem__ is dict.__getitem__
             step = f"[{json.dumps(key)}]" if named else f"|values[{index}]"
             self.visit(f"{source}|keys[{index}]", key)
@@ -319,15 +319,15 @@ class _Walk:
 
     def _function(self, source: str, value: types.FunctionType) -> None:
         if getattr(value, "_dynamo_marked_constant", False):
-            if qualified_name(value) in _ANSWERED_BY_VERSION:
+            if qualified_name(value) in _DETERMINED_BY_VERSION:
                 return
             if value.__module__ == PROBES:
                 with contextlib.suppress(NoRuleError):
                     self.add(source, "answers", describe("answers", value))
                     return
             msg = (
-                f"{qualified_name(value)} is marked with assume_constant_result, so nothing tells when what it returns "
-                "changes. Remove the mark, or keep its result in an attribute of the model."
+                f"{qualified_name(value)} is marked with assume_constant_result, so a change of its result would go "
+                "unnoticed. Remove the mark, or keep the result in an attribute of the model."
             )
             raise TraceError(msg, path=qualified_name(value))
         for index, cell in enumerate(value.__closure__ or ()):
@@ -340,52 +340,52 @@ class _Walk:
             self.visit(f"{source}.__defaults__[{index}]", held)
         for name, held in (value.__kwdefaults__ or {}).items():
             self.visit(f"{source}.__kwdefaults__[{json.dumps(name)}]", held)
-        self._globals_of_no_module(source, value)
-        if not is_of_call(source) and not is_passed_by(str(value.__module__)):
+        self._globals_without_module(source, value)
+        if not is_of_call(source) and not is_skipped_module(str(value.__module__)):
             self.add(source, f"named:{self.argument}", describe(f"named:{self.argument}", value))
-        called = () if is_installed(value.__code__.co_filename) else _CALLED
-        for name in sorted(self.names.intersection((*vars(value), "__annotations__", *called))):
+        name_attributes = () if is_installed(value.__code__.co_filename) else _NAME_ATTRIBUTES
+        for name in sorted(self.names.intersection((*vars(value), "__annotations__", *name_attributes))):
             self.child(f"{source}.{name}", getattr(value, name))
 
-    def _globals_of_no_module(self, source: str, function: types.FunctionType) -> None:
-        """Take in the globals of a function whose module was run by a loader of the user's own, and not imported."""
+    def _globals_without_module(self, source: str, function: types.FunctionType) -> None:
+        """Guard the globals of a function whose module a custom loader executed without adding it to `sys.modules`."""
         space = function.__globals__
         module = str(space.get("__name__", ""))
-        if getattr(sys.modules.get(module), "__dict__", None) is space or module.partition(".")[0] in _GIVEN_MODULES:
+        if getattr(sys.modules.get(module), "__dict__", None) is space or module.partition(".")[0] in _PLATFORM_MODULES:
             return
-        for name in sorted(names_in((function.__code__,)).intersection(space) - _OF_EVERY_MODULE):
+        for name in sorted(names_in((function.__code__,)).intersection(space) - _MODULE_METADATA):
             if has_identity(space[name]):
                 msg = (
-                    f"{qualified_name(function)} uses the global {name} of a module that sys.modules lacks, and no "
-                    f"load could find it. Put the module there, as {module!r}, before it runs."
+                    f"{qualified_name(function)} uses the global {name} of a module that is not in sys.modules, so a "
+                    f"load cannot find it. Add the module to sys.modules as {module!r} before executing it."
                 )
                 raise TraceError(msg, path=name)
             self.child(f"{source}.__globals__[{json.dumps(name)}]", space[name])
 
     def _module(self, module: types.ModuleType, *, is_own: bool = False) -> None:
-        """Take in the names of a module; of the code's own module, a name after a dot is another's attribute."""
+        """Guard the globals of a module that code names; in its own module, code reads only global names."""
         name = canonical_module_name(module.__name__)
-        if is_passed_by(name):
+        if is_skipped_module(name):
             return
-        present = sorted(self.names.intersection(vars(module)) - _OF_EVERY_MODULE)
+        present = sorted(self.names.intersection(vars(module)) - _MODULE_METADATA)
         kind = f"named:{_argument({*self.names, '__getattr__'} - _BOOKKEEPING)}"
         self.add(f"module:{name}", kind, describe(kind, module))
-        if name.partition(".")[0] in _GIVEN_MODULES:
+        if name.partition(".")[0] in _PLATFORM_MODULES:
             for known in present:
-                self._given(f"global:{name}:{known}", vars(module)[known])
+                self._platform_global(f"global:{name}:{known}", vars(module)[known])
             return
         for known in present:
             value = vars(module)[known]
-            is_elsewhere = is_own and known not in self.read and self._is_made_of_it(value)
+            is_elsewhere = is_own and known not in self.read and self._is_model(value)
             if _NAME.fullmatch(known) and not is_elsewhere:
                 self.child(f"global:{name}:{known}", value)
 
-    def _is_made_of_it(self, value: Any) -> bool:
-        """Return whether a global is the model, or what cgtool made of one: `model = cgtool.compile(model)`."""
+    def _is_model(self, value: Any) -> bool:
+        """Return whether a global is the model, or a model compiled by cgtool: `model = cgtool.compile(model)`."""
         return value is self.roots.module or type(value).__module__.startswith("cgtool.runtime.")
 
-    def _given(self, source: str, value: Any) -> None:
-        """Take in a name of a module that comes with Python or torch: whether it is still what came with it."""
+    def _platform_global(self, source: str, value: Any) -> None:
+        """Guard that a global of a module that ships with Python, torch or NumPy was not replaced."""
         if isinstance(value, types.ModuleType):
             self.visit(source, value)
         elif callable(value) or isinstance(value, (str, int, float)):
@@ -397,8 +397,8 @@ class _Walk:
                 self._class(source, value)
 
     def _class(self, source: str, cls: type) -> None:
-        """Take in a class and its bases; of one that comes with torch, the methods that traced code names."""
-        if is_of_call(source):  # a class is no part of a call
+        """Guard a class and its bases: user classes by definition, torch's by the methods that traced code names."""
+        if is_of_call(source):  # a class is not part of a call
             source = f"global:{canonical_module_name(cls.__module__)}:{cls.__qualname__}"
         if is_platform_code(cls) and isinstance(cls, abc.ABCMeta):
             self.abstract[source] = cls
@@ -415,7 +415,7 @@ class _Walk:
     def _definition(self, source: str, cls: type) -> None:
         own = vars(cls)
         containers = self.names.intersection(n for n, v in own.items() if isinstance(v, (list, dict, set)))
-        kind = f"class:{_argument(sorted(containers | self.names.intersection(_CALLED)))}"
+        kind = f"class:{_argument(sorted(containers | self.names.intersection(_NAME_ATTRIBUTES)))}"
         self.add(source, kind, describe(kind, cls))
         if not is_platform_code(type(cls)):
             self._class(f"{source}|type", type(cls))
@@ -423,7 +423,7 @@ class _Walk:
             if not is_platform_code(type(member)) and not isinstance(member, cls) and _NAME.fullmatch(name):
                 self._class(f'{source}|dict["{name}"]|type', type(member))
             if (
-                name in self.names.difference(_OF_A_FLAG if issubclass(cls, enum.Flag) else ())
+                name in self.names.difference(_FLAG_CACHES if issubclass(cls, enum.Flag) else ())
                 and _NAME.fullmatch(name)
                 and (is_held(member) or isinstance(member, types.FunctionType))
             ):
@@ -437,19 +437,19 @@ class _Walk:
         self.add(source, kind, describe(kind, cls))
         for name in sorted(called.intersection(vars(cls))):
             member = vars(cls)[name]
-            if isinstance(member, types.FunctionType) and not is_passed_by(member.__module__):
+            if isinstance(member, types.FunctionType) and not is_skipped_module(member.__module__):
                 self.add(f"{source}.{name}", "value", encode_literal(member))
 
     def _identities(self) -> Iterator[Guard]:
-        met = self.objects.values()
-        firsts = [source for source, value in met if has_identity(value) and not is_of_call(source)]
+        visited = self.objects.values()
+        firsts = [source for source, value in visited if has_identity(value) and not is_of_call(source)]
         kind = f"distinct:{digest_of(firsts)[:16]}"
         yield from (Guard(source=source, kind=kind, expected=True) for source in firsts)
         for source, first in self.others:
             yield Guard(source=source, kind=f"same:{first}", expected=True)
 
 
-#: What Python calls for an operator on a tensor.
+#: Methods that Python calls for an operator on a tensor.
 _OPERATORS = frozenset(
     name for name in vars(torch.Tensor.__mro__[1]) if name.startswith("__") and f"{name[2:-2]}" in vars(operator)
 ) | {"__len__", "__bool__", "__getattr__", "__getattribute__", "__torch_function__", "__rsub__", "__rtruediv__"}

@@ -1,8 +1,8 @@
-"""The variables of the environment that a model reads: Dynamo folds their values into the graph without a guard.
+"""The environment variables that a model reads, whose values Dynamo folds into the graph without a guard.
 
-Every variable that the traced code reads by a constant name counts, with its value or its absence, and so do those that
-the user's modules read as they are imported. A traced read of a name that is computed is refused, since no load could
-know which variable was meant; so is the environment taken as a whole.
+Finds every variable that traced code reads by a constant name, set or unset, and those that the user's modules read
+when they are imported. A traced read of a computed name is refused, because a load could not tell which variable it
+reads; so is a read of the whole environment.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from cgtool.plan.records import source_words
 
 _MAPPINGS = frozenset({"environ", "environb"})
 _FUNCTIONS = frozenset({"getenv", "getenvb"})
-#: Names of functions that read the variables which a text names.
+#: Functions that read the variables named in a text.
 _EXPANDING = frozenset({"expandvars"})
-#: The names that tell that code reads the environment, and the live objects through which it does.
+#: The names by which code reads the environment, and the objects behind them.
 _NAMES = _MAPPINGS | _FUNCTIONS
 _READERS = tuple(vars(os)[name] for name in sorted(_NAMES))
-#: Methods of the mapping that take a variable's name first.
+#: Methods of the mapping whose first argument is a variable's name.
 _METHODS = frozenset({"get", "pop", "setdefault", "__getitem__", "__contains__"})
 
 
 @dataclass(frozen=True)
 class Read:
-    """A place that reads the environment.
+    """An expression that reads the environment.
 
     Args:
         line: Its line.
-        name: The variable; None where it is computed, or the environment is taken as a whole.
-        at_import: Whether it runs as its module is imported.
+        name: The variable; None if the name is computed, or the whole environment is read.
+        at_import: Whether it runs when its module is imported.
     """
 
     line: int
@@ -48,10 +48,10 @@ class Read:
 
 
 def variables_read(reads: Mapping[str, Iterable[Read]], codes: Mapping[str, Iterable[types.CodeType]]) -> set[str]:
-    """Return the variables that a model reads.
+    """Return the environment variables that a model reads.
 
     Args:
-        reads: The reads of the user's modules, and of all others of which code was traced.
+        reads: The reads in the user's modules and in all other modules with traced code.
         codes: The traced code by module.
 
     Raises:
@@ -67,21 +67,21 @@ def variables_read(reads: Mapping[str, Iterable[Read]], codes: Mapping[str, Iter
                 found.add(read.name)
             elif not read.at_import:
                 file = next(code.co_filename for code in codes[module])
-                raise _computed(f"{file}:{read.line}")
+                raise _computed_name_error(f"{file}:{read.line}")
     return found
 
 
-def names_a_variable(code: types.CodeType) -> bool:
-    """Return whether code may read the environment itself."""
+def may_read_environment(code: types.CodeType) -> bool:
+    """Return whether code itself may read the environment."""
     return not _NAMES.isdisjoint(code.co_names)
 
 
-def variables_read_by_given(
+def variables_read_by_platform(
     reads: Mapping[str, Iterable[Read]], codes: Mapping[str, Iterable[types.CodeType]]
 ) -> set[str]:
     """Return the variables that traced code of torch and of the standard library reads by constant names.
 
-    A name that is computed there came from code that calls it, which is looked at itself.
+    A computed name there comes from the caller, whose code is checked itself.
     """
     lines = {module: {line for code in of for _, _, line in code.co_lines()} for module, of in codes.items()}
     return {
@@ -93,39 +93,39 @@ def variables_read_by_given(
 
 
 def refuse_alias(source: str, value: Any) -> None:
-    """Refuse the environment, or a function that reads it, under a name that does not tell what it is."""
+    """Refuse the environment, or a function that reads it, under a name that hides it from the search for reads."""
     if any(value is reader for reader in _READERS) and re.split(r"[.:]", source)[-1] not in _NAMES:
         root, _, name = source.removeprefix("global:").partition(":")
         if source.startswith("global:") and name in _imported_from_os(root):
-            return  # the module's text tells what it is
+            return  # an import in the module's source shows what it is
         name = source_words(source)
         msg = (
-            f"{name} is the environment, or reads it, under a name that does not say so: what is read through it while "
-            "the model runs cannot be known. Write os.environ or os.getenv where it is used."
+            f"{name} is an alias of os.environ or of a function that reads it, so cgtool cannot tell which variables "
+            "the model reads. Use os.environ or os.getenv directly."
         )
         raise TraceError(msg, path=name, expected="os.environ[...] with a constant name")
 
 
 def _imported_from_os(module: str) -> set[str]:
-    """Return the names under which a module's imports give it the environment, or a function that reads it."""
+    """Return the names under which a module imports the environment, or a function that reads it."""
     file = file_of(module)
     tree = None if file is None else parse(Path(file).read_bytes())
     return set() if tree is None else {as_name for name, as_name in imported_from_os(tree) if name in _NAMES}
 
 
-def _computed(place: str) -> TraceError:
+def _computed_name_error(place: str) -> TraceError:
     msg = (
-        f"{place} reads a variable of the environment whose name is no constant, or the environment as a whole, while "
-        "the model runs. The graph would keep what it was, and no load could notice a change. Read it by its plain "
-        "name, or read it as the model is built and keep the value in an attribute."
+        f"{place} reads an environment variable whose name is not a constant, or the whole environment, while the "
+        "model runs. The graph would keep the value, and a load could not notice a change. Read it by a constant "
+        "name, or read it when the model is built and keep the value in an attribute."
     )
     return TraceError(msg, path=place, expected="os.environ[...] with a constant name")
 
 
 def parse(data: bytes) -> ast.Module | None:
-    """Return the syntax tree of a file; None where it holds no Python, as a compiled module."""
+    """Return the syntax tree of a file; None if it is not Python source, such as a compiled module."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whoever imports the file was told
+        warnings.simplefilter("ignore")  # they were reported when the file was imported
         try:
             return ast.parse(data)
         except (SyntaxError, ValueError, RecursionError):
@@ -133,14 +133,14 @@ def parse(data: bytes) -> ast.Module | None:
 
 
 def imported_from_os(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield each name that a module takes from `os`, and what it calls it."""
+    """Yield (name, alias) of each name that a module imports from `os`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             yield from ((alias.name, alias.asname or alias.name) for alias in node.names)
 
 
 def reads_in(tree: ast.Module) -> list[Read]:
-    """Return every place of a module that reads the environment."""
+    """Return every read of the environment in a module."""
     return _Finder(tree).reads
 
 
@@ -157,7 +157,7 @@ class _Finder(ast.NodeVisitor):
         self.visit(tree)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Decorators and defaults run with what is around the function, its body when it is called."""
+        """Visit decorators and defaults, which run with the surrounding code, and then the body, which runs later."""
         for around in (*node.decorator_list, node.args):
             self.visit(around)
         self._within(node.body)
@@ -176,7 +176,7 @@ class _Finder(ast.NodeVisitor):
         self._depth -= 1
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Take `getenv(name)`, `environ.get(name)` and their like; `getattr(os, "environ")` takes the whole."""
+        """Record `getenv(name)`, `environ.get(name)` and the like; `getattr(os, "environ")` reads all of it."""
         function = node.func
         keys = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "key")]
         if self._is(function, self._functions):
@@ -193,7 +193,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(argument)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        """Take `environ[name]`; one that is assigned or deleted is not read."""
+        """Record `environ[name]`, unless it is assigned or deleted."""
         if not self._is(node.value, self._mappings):
             self.generic_visit(node)
             return
@@ -202,7 +202,7 @@ class _Finder(ast.NodeVisitor):
         self.visit(node.slice)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        """Take `name in environ`."""
+        """Record `name in environ`."""
         operands = [node.left, *node.comparators]
         for operand, left, operator in zip(node.comparators, operands, node.ops, strict=False):
             if self._is(operand, self._mappings) and isinstance(operator, ast.In | ast.NotIn):
@@ -212,7 +212,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(operand)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Take the whole environment, under whatever name it is kept."""
+        """Record a use of the whole environment."""
         if isinstance(node.ctx, ast.Load) and self._is(node, self._mappings | self._functions | _EXPANDING):
             self._add(node, [])
         self.generic_visit(node)
@@ -238,7 +238,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _constants_of(tree: ast.Module) -> dict[str, object]:
-    """Return the names of a module that are assigned once, and a constant at that."""
+    """Return the names of a module that are assigned exactly once, and their constant values (None for others)."""
     assigned: dict[str, list[object]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -1,8 +1,8 @@
-"""What a call changes on Python objects that were there before it: what settles, what is kept for the next, or more.
+"""A call's writes to objects that existed before it: attributes that settle, those kept for the next call, others.
 
-A model may set plain attributes to what they keep from then on (`self.shift_size = 0` where the image is small). Its
-graph must be the same before and after; then a plan says what was set, and each call sets it, as the model would. What
-else it may leave in an attribute, see `cgtool.trace.kept`.
+A model may set a plain attribute once and for all (`self.shift_size = 0` if the image is small). Its graph must be the
+same before and after; the plan then records the value, and each call sets it, as the model would. For other values in
+attributes, see `cgtool.trace.kept`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _PLAIN = (type(None), bool, int, float, str, tuple)
 
 @dataclass(kw_only=True)
 class Writes:
-    """What a traced call writes.
+    """The writes of a traced call.
 
     Args:
-        settled: Plain attributes of the model.
+        settled: Plain attributes of the model that get their final value.
         renewed: The sources of tensors of modules that are set to themselves: nothing changes.
-        inherited: Plain attributes that a module has from its class and is given as they are there: nothing changes.
-        kept: The sources of attributes, and of items of dicts, of the model that each call may leave another value in.
-        changed: The sources of all else.
-        written: The sources of all attributes that are written, with what they are or with something else.
-        lines: The user's line that writes one of these sources, where Dynamo tells it.
+        inherited: Plain attributes that a module inherits from its class and sets to the same value: nothing changes.
+        kept: The sources of attributes and dict items of the model in which each call may leave another value.
+        changed: The sources of all other objects that change.
+        written: The sources of all written attributes, changed or not.
+        lines: {source: user's line that writes it}, where Dynamo reports it.
     """
 
     settled: list[Settled] = field(default_factory=list)
@@ -54,11 +54,11 @@ class Writes:
 
 
 def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
-    """Return what the traced call writes.
+    """Return the writes of the traced call.
 
     Args:
-        output: Dynamo's OutputGraph, before its bytecode ran.
-        frame: How sources are written.
+        output: Dynamo's OutputGraph, before its bytecode runs.
+        frame: The traced frame.
         inputs: Source → fake tensor of the graph's inputs.
     """
     found = Writes()
@@ -77,7 +77,7 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
             plain = None if is_dict else _plain(name, attribute, value, frame)
             place = f"{holder}.{attribute}"
             if private.is_tensor(value, inputs.get(place)):
-                found.renewed.append(place)  # `self.table = self.table.to(device)`, where it is there
+                found.renewed.append(place)  # `self.table = self.table.to(device)`, already on that device
             elif plain is None:
                 is_kept = can_keep(holder, attribute, frame.resolve(holder))
                 (found.kept if is_kept else found.changed).append(place)
@@ -93,7 +93,7 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
 
 
 def _keys_written(variable: Any, name: str, frame: Frame) -> list[str]:
-    """Return the sources of what a dict of the model gets, where it loses nothing."""
+    """Return the sources of the items that a dict of the model gains, or [] if it also loses items."""
     held = frame.resolve(name) if name.startswith("self") else None
     if type(held) is not dict or getattr(variable, "should_reconstruct_all", True):
         return []
@@ -123,7 +123,7 @@ def _plain(owner: str, name: str, value: Any, frame: Frame) -> Settled | None:
 
 
 def _is_same(plain: Settled) -> bool:
-    return canonical_json(plain.before) == canonical_json(plain.after)  # and not 1 for True
+    return canonical_json(plain.before) == canonical_json(plain.after)  # as JSON, 1 is not True
 
 
 def _name_of(variable: Any, frame: Frame) -> str:
@@ -137,9 +137,9 @@ def _name_of(variable: Any, frame: Frame) -> str:
 
 
 def computed_guards(guards: Iterable[Guard], module: nn.Module, names: Collection[str]) -> Iterator[Guard]:
-    """Yield guards in which cached properties of modules, of these names, have their values, whether held already.
+    """Yield the guards with those on cached properties of these names replaced by guards on the computed values.
 
-    A trace takes them as other properties; the first call that asks for one of the model itself has it held.
+    A trace treats them as plain properties, and the model's first call caches them: the guards hold before and after.
     """
     computed: dict[str, dict[str, Guard]] = {}
     for path, part in module.named_modules():
@@ -147,7 +147,7 @@ def computed_guards(guards: Iterable[Guard], module: nn.Module, names: Collectio
         members = {name: value for owner in reversed(type(part).__mro__) for name, value in vars(owner).items()}
         for name in names & members.keys():
             if isinstance(members[name], functools.cached_property):
-                with contextlib.suppress(Exception):  # what the user's code says is said where the model asks for it
+                with contextlib.suppress(Exception):  # an error of the user's code appears when the model reads it
                     found = describe(f"computed:{name}", part)
                     guard = Guard(source=source, kind=f"computed:{name}", expected=found)
                     computed.setdefault(source, {})[name] = guard
@@ -162,22 +162,22 @@ def computed_guards(guards: Iterable[Guard], module: nn.Module, names: Collectio
 
 
 def inherited_guards(guards: Iterable[Guard], inherited: Sequence[Settled]) -> Iterator[Guard]:
-    """Yield guards in which these attributes are what they are, whether a module's own or its class's."""
-    either: dict[str, set[str]] = {}
-    for one in inherited:
-        either.setdefault(one.source, set()).add(one.name)
-        yield Guard(source=one.place, kind="value", expected=one.before)
+    """Yield the guards, changed so that these attributes may be the module's own or its class's."""
+    names: dict[str, set[str]] = {}
+    for attribute in inherited:
+        names.setdefault(attribute.source, set()).add(attribute.name)
+        yield Guard(source=attribute.place, kind="value", expected=attribute.before)
     for guard in guards:
-        if guard.kind.startswith("named:") and guard.source in either:
-            yield without_names(guard, either[guard.source])
-        elif guard.kind != "value" or all(guard.source != one.place for one in inherited):
+        if guard.kind.startswith("named:") and guard.source in names:
+            yield without_names(guard, names[guard.source])
+        elif guard.kind != "value" or all(guard.source != attribute.place for attribute in inherited):
             yield guard
 
 
 def settled_guards(guards: Iterable[Guard], settled: Sequence[Settled]) -> Iterator[Guard]:
-    """Yield guards in which these attributes may be what they were or what they become."""
-    texts = {one.place for one in settled}
-    yield from (guard for guard in guards if guard.source not in texts)
-    for one in settled:
-        either = canonical_json([one.before, one.after]).decode()
-        yield Guard(source=one.place, kind=f"settles:{either}", expected=True)
+    """Yield the guards, changed so that these attributes may have their value from before or after the call."""
+    places = {attribute.place for attribute in settled}
+    yield from (guard for guard in guards if guard.source not in places)
+    for attribute in settled:
+        either = canonical_json([attribute.before, attribute.after]).decode()
+        yield Guard(source=attribute.place, kind=f"settles:{either}", expected=True)

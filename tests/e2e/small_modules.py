@@ -316,7 +316,7 @@ REFUSED = {
     ),
     "an argument of numpy": (
         lambda: (module(lambda self, x, shift: x + shift), [(_numbers(4, 8), np.arange(8.0))], ROWS),
-        "shift is an array or a number of numpy, .* Pass a tensor or a float",
+        "shift is a NumPy array or number, .* Pass a tensor or a float",
     ),
     "an array of numpy": (
         lambda: (module(lambda self, x: x.numpy() * 2), rows(4), ROWS),

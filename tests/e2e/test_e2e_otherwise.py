@@ -186,7 +186,7 @@ def test_what_calls_leave_is_not_traced_beneath_calls_of_the_model_itself(made, 
     assert counts == [float(number + 1) for number in range(len(counts))]
     (said,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
     assert re.search(
-        r"Calls leave something in count.*\n.*: self\.count = self\.count \+ 1\nPass otherwise='warm'", said
+        r"Calls store values in count.*\n.*: self\.count = self\.count \+ 1\nPass otherwise='warm'", said
     )
 
 

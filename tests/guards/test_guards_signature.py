@@ -148,7 +148,7 @@ def test_what_only_the_wrapper_takes_is_passed_as_it_came():
     assert signature.bind_error((1,), {}) is None
 
 
-def test_sources_and_spoken_names():
+def test_sources_and_display_names():
     plain, wrapped, twice = (CallSignature.of(c().forward) for c in (Simple, Wrapped, WrappedTwice))
     assert plain.source("input_ids") == "arg:input_ids"
     assert wrapped.source("mask") == 'arg:kwargs["mask"]'
@@ -157,7 +157,7 @@ def test_sources_and_spoken_names():
     assert twice.source("mask") == 'arg:kwargs["mask"]'
     assert wrapped.display_name('arg:kwargs["mask"][0]') == "mask[0]"
     assert plain.display_name('arg:batch["x"][0]') == 'batch["x"][0]'
-    with pytest.raises(ModelError, match=r"no argument 'nope'; its parameters are: input_ids, mask, scale"):
+    with pytest.raises(ModelError, match=r"no parameter 'nope'; its parameters are: input_ids, mask, scale"):
         plain.source("nope")
 
 

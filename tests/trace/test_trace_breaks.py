@@ -275,7 +275,7 @@ def test_a_dynamic_dimension_that_the_code_fixes_is_named(body):
         TraceError, match=r"should be dynamic is not: x, dimension 0, is always 3 in this model because of `"
     ) as caught:
         plan_of(Model(body), torch.rand(3, 4), dynamic={"x": {0: ("n", 2, None)}})
-    assert "Take it out of `dynamic`, or change the code that fixes it." in str(caught.value)
+    assert "Remove it from `dynamic`, or change the code that fixes it." in str(caught.value)
 
 
 class NoTensors(nn.Module):
@@ -284,7 +284,7 @@ class NoTensors(nn.Module):
 
 
 def test_a_model_without_work_is_a_sentence():
-    with pytest.raises(TraceError, match=r"Nothing in this model's forward works on tensors"):
+    with pytest.raises(TraceError, match=r"This model's forward does nothing with tensors"):
         plan_of(NoTensors(), 3)
 
 
@@ -309,12 +309,12 @@ class OfNoModule(nn.Module):
     ("make", "words"),
     [
         (Partial, "is a partial and no function"),
-        (CompiledAlready, "is under torch.compile"),
+        (CompiledAlready, "is already wrapped by torch.compile"),
         (OfNoModule, "belongs to no module"),
     ],
 )
 def test_a_forward_that_is_no_function_of_a_module_is_a_sentence(make, words):
-    with pytest.raises(TraceError, match=f"^What is to be compiled {words}"):
+    with pytest.raises(TraceError, match=f"^The method to compile {words}"):
         plan_of(make(), torch.rand(3, 4))
 
 
@@ -324,7 +324,7 @@ class Around(nn.Linear):
 
 
 def test_what_runs_around_forward_is_refused():
-    with pytest.raises(TraceError, match="has a __call__ of its own; move what it does into forward"):
+    with pytest.raises(TraceError, match="overrides __call__; move its code into forward"):
         plan_of(Around(4, 4), torch.rand(3, 4))
     hooked = nn.Linear(4, 4)
     handle = hooked.register_forward_hook(lambda *_: None)

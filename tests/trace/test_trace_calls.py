@@ -73,9 +73,9 @@ def test_example_calls_of_one_name_are_refused():
 
 
 def test_an_example_that_does_not_fit_is_a_sentence():
-    with pytest.raises(ModelError, match="The example call 'decode' does not fit"):
+    with pytest.raises(ModelError, match="The example call 'decode' does not match"):
         plan_of(Decoder(), calls=[ExampleCall(name="decode")], dynamic=DECODER)
-    with pytest.raises(ModelError, match="The example call 'decode' does not fit"):
+    with pytest.raises(ModelError, match="The example call 'decode' does not match"):
         plan_of(Decoder(), calls=[ExampleCall(name="decode")])
 
 

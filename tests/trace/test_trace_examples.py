@@ -245,7 +245,7 @@ class Plain:
 
 
 def test_an_example_that_does_not_fit_is_named():
-    with pytest.raises(ModelError, match="The example call 'decode' does not fit"):
+    with pytest.raises(ModelError, match="The example call 'decode' does not match"):
         at(ExampleCall(name="decode"), {"x": {0: "n"}})
 
 

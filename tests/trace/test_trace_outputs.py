@@ -278,15 +278,15 @@ def a_number_of_data(model, x, y, extra):
 
 
 CANNOT = [
-    (a_class_of_ones_own, r"output\['held'\]\[0\] is of type .*:Held, which cannot be built again"),
-    (a_class_of_a_function, r"output is of type .*<locals>.Local, which cannot be built again"),
+    (a_class_of_ones_own, r"output\['held'\]\[0\] is of type .*:Held, which a loaded model cannot rebuild"),
+    (a_class_of_a_function, r"output is of type .*<locals>.Local, which a loaded model cannot rebuild"),
     (an_attribute_of_a_tensor, r"output\[0\] has the attribute mark, which forward sets"),
     (a_tensor_made_of_a_constant, r"output\[1\] is a tensor that is neither computed by the graph nor passed in"),
-    (a_field_that_is_computed, r"output is of type .*:Computed, which cannot be built again"),
+    (a_field_that_is_computed, r"output is of type .*:Computed, which a loaded model cannot rebuild"),
     (a_generator, r"generator|output is of type"),
-    (an_attribute_of_a_dataclass, r"output\[0\] has the attribute twice, which forward sets: make it a field"),
-    (an_attribute_of_an_ordered_dict, r"output has the attribute mark, which forward sets: make it a field"),
-    (a_counter, r"output\[1\]\[0\] is of type collections:Counter, which cannot be built again"),
+    (an_attribute_of_a_dataclass, r"output\[0\] has the attribute twice, which forward sets; make it a field"),
+    (an_attribute_of_an_ordered_dict, r"output has the attribute mark, which forward sets; make it a field"),
+    (a_counter, r"output\[1\]\[0\] is of type collections:Counter, which a loaded model cannot rebuild"),
     (a_ratio_of_sizes, "number"),
     (a_number_of_data, "number"),
 ]
