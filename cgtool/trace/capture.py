@@ -177,7 +177,7 @@ def trace_once(
     *,
     state: State,
 ) -> Trace:
-    """Trace `method` of a model in this state; the model stays in it. `cgtool.trace.states.capture` has the arguments."""
+    """Trace `method` of a model in this state, which it stays in; `cgtool.trace.states.capture` has the arguments."""
     count("traces")
     marked = [*marked, *((tensor, dim, "") for tensor, dim in state.dynamic)]
     refuse_surroundings(Roots(module, method))

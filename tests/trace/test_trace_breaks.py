@@ -308,7 +308,7 @@ class OfNoModule(nn.Module):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Partial, "is a partial and no function"),
+        (Partial, "is a partial, not a function"),
         (CompiledAlready, "is already wrapped by torch.compile"),
         (OfNoModule, "belongs to no module"),
     ],

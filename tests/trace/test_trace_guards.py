@@ -93,7 +93,7 @@ def test_kinds_with_an_argument_keep_it(kind):
     (guard,) = recorded(entry(kind, {"a": 1}, create))
     assert guard.kind == (f'{word}:"a"' if word == "contains" else f"{word}:a")
     assert guard.expected == (kind not in {"DICT_NOT_CONTAINS", "SET_NOT_CONTAINS"})
-    with pytest.raises(TraceError, match="cannot tell what this guard looks for"):
+    with pytest.raises(TraceError, match="cannot tell what this guard checks"):
         recorded(entry(kind, {"a": 1}))
 
 
@@ -103,7 +103,7 @@ def test_kinds_that_are_implied_leave_no_guard(kind):
 
 
 def test_a_kind_without_a_rule_and_a_value_without_one_are_named():
-    with pytest.raises(TraceError, match=r"2 of the facts") as caught:
+    with pytest.raises(TraceError, match=r"depends on 2 facts") as caught:
         recorded(entry("BRAND_NEW_MATCH", 1), entry("EQUALS_MATCH", object()), entry("EQUALS_MATCH", 1))
     text = str(caught.value)
     assert "BRAND_NEW_MATCH on L['self'].thing: cgtool has no rule for this kind of guard (thing)" in text

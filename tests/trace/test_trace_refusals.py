@@ -55,7 +55,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        pytest.param(Numbered, r"test_trace_refusals\.py:\d+, in Numbered.*id\(\) gives another number", id="id"),
+        pytest.param(Numbered, r"test_trace_refusals\.py:\d+, in Numbered.*id\(\) returns a different number", id="id"),
         pytest.param(Assuming, r"assumed is marked with assume_constant_result", id="constant function"),
         pytest.param(Method, r"Method\.factor is marked with assume_constant_result", id="constant method"),
     ],
