@@ -107,7 +107,7 @@ def test_a_kind_without_a_rule_and_a_value_without_one_are_named():
         recorded(entry("BRAND_NEW_MATCH", 1), entry("EQUALS_MATCH", object()), entry("EQUALS_MATCH", 1))
     text = str(caught.value)
     assert "BRAND_NEW_MATCH on L['self'].thing: cgtool has no rule for this kind of guard (thing)" in text
-    assert "EQUALS_MATCH on L['self'].thing: A value of type builtins:object cannot be written down" in text
+    assert "EQUALS_MATCH on L['self'].thing: A value of type builtins:object cannot be encoded as data" in text
     assert text.endswith("and warm again.")
 
 
