@@ -185,9 +185,7 @@ def test_what_calls_leave_is_not_traced_beneath_calls_of_the_model_itself(made, 
     counts.append(served(rows(1))[0, 0].item())
     assert counts == [float(number + 1) for number in range(len(counts))]
     (said,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
-    assert re.search(
-        r"Calls store values in count.*\n.*: self\.count = self\.count \+ 1\nPass otherwise='warm'", said
-    )
+    assert re.search(r"Calls store values in count.*\n.*: self\.count = self\.count \+ 1\nPass otherwise='warm'", said)
 
 
 def test_calls_of_a_model_that_keeps_something_wait_for_a_warm(made):

@@ -75,10 +75,11 @@ class Outcome:
 def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow: bool) -> list[Any]:
     """Return the product of features, places and ways as parameters of a test; without `slow`, the quick ones.
 
-    One place of each feature is tried always, and there one of the looks after `load`; which they are varies from
-    feature to feature. What varies least with the feature is tried of some: that a file was edited, of every third
-    where there are other ways; that nothing was changed, of every third without a look, whose first call shows it, and
-    of every sixteenth with one. The rest is slow.
+    One place of each feature is always tried, and there one of the looks after `load`; which they are varies from
+    feature to feature. Ways that repeat another's checks are tried for some features: an edited file for every third
+    that has other ways; no change for every third without a look, whose first call shows the same, and for every
+    sixteenth with one; the change that the look makes after `load`, made before it, for every third: both evaluate the
+    same guards. The rest is slow.
     """
     found = []
     for name, feature in features.items():
@@ -86,6 +87,7 @@ def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow
         always, looks = feature.places[number % len(feature.places)], LOOKS[number % len(LOOKS)]
         ways_there = ways_of(feature)
         plain = {"same", "edit"} if set(ways_there) > {"same", "edit"} else set()
+        plain |= {"live" if feature.live else "instance"} & set(ways_there)
         for place, way in itertools.product(feature.places, ways_there):
             if way in ways and (place, way) != ("helper", "early"):  # that object is made as its module is imported
                 case = Case(name=name, feature=feature, place=place, way=way)

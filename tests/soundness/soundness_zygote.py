@@ -33,6 +33,23 @@ SECONDS = 120
 CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0, proof=False)
 
 
+class Scale(torch.nn.Module):
+    """A model that takes Dynamo through what the projects use, so that every child inherits its imports and tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [1, 2.0]
+        self.table = {"a": 1}
+
+    def factor(self) -> float:
+        """Read a list and a dict."""
+        return self.factors[0] + self.table["a"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale by a number that is read from the model."""
+        return x * self.factor()
+
+
 def warm(request: dict[str, Any]) -> dict[str, Any]:
     """Compile the project's model into the cache, and answer what eager gives."""
     serve = _project(request)
@@ -178,8 +195,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():  # imports what every child of this kind needs
         if "warm" in jobs:
             importlib.import_module("torch.distributed.tensor.experimental")  # by Dynamo, for any call of a function
-            cgtool.compile(torch.nn.Identity().eval(), example_args=(torch.ones(1),), cache_dir=folder, config=CONFIG)
+            cgtool.compile(Scale().eval(), example_args=(torch.ones(4),), cache_dir=folder, config=CONFIG)
             torch.compiler.reset()
+            gc.collect = lambda *_: 0  # Dynamo collects after each frame: 25 ms where nothing was collected before
         else:
             with contextlib.suppress(cgtool.CacheMissError):
                 cgtool.load(torch.nn.Identity().eval(), cache_dir=folder)
