@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import textwrap
@@ -17,7 +17,7 @@ from cgtool.errors import CacheMissError, GuardError, TraceError
 from cgtool.guards.files import find_spec, installed_versions, source_digests
 from cgtool.store.key import read_key
 from cgtool.store.layout import CacheLayout
-from cgtool.trace.closure import closure_of
+from cgtool.trace.closure import closure_of, modules_by_file
 
 pytestmark = pytest.mark.torch
 
@@ -136,6 +136,22 @@ def test_a_module_is_found_without_importing_what_is_above_it(project):
     assert find_spec("above.leaf").origin == str(folder / "above/leaf.py")
     assert find_spec("above.nothing") is None
     assert source_digests(["above.leaf", "above.nothing", "sys"])["above.nothing"] is None
+
+
+def test_a_module_that_is_imported_or_replaced_is_found_by_its_file(tmp_path, monkeypatch):
+    modules = {}
+    for name in ("one", "two"):
+        file = tmp_path / f"{name}.py"
+        file.write_text("")
+        spec = importlib.util.spec_from_file_location("changing", file)
+        modules[str(file)] = importlib.util.module_from_spec(spec)
+    (one, first), (two, second) = modules.items()
+    assert not {one, two} & modules_by_file().keys()
+    monkeypatch.setitem(sys.modules, "changing", first)
+    assert modules_by_file()[one] == "changing"
+    monkeypatch.setitem(sys.modules, "changing", second)
+    assert modules_by_file()[two] == "changing"
+    assert one not in modules_by_file()
 
 
 def test_many_files_are_read_as_few_are(project):
