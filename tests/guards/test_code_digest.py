@@ -1,4 +1,4 @@
-"""`code_digest`: blind to where code lies, not to what it does."""
+"""`code_digest` ignores where code is and reflects what it does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def function_from(source: str, name: str = "f", filename: str = "<test>") -> obj
     return namespace[name]
 
 
-def test_lines_and_files_leave_no_trace() -> None:
+def test_lines_and_files_do_not_affect_the_digest() -> None:
     text = "def f(x):\n    y = x + 1\n    return [y for _ in range(3)]\n"
     moved = function_from("# a comment\n\n\n" + text.replace("    y", "\n    # why\n    y"), filename="/elsewhere/g.py")
     assert code_digest(function_from(text)) == code_digest(moved)
@@ -70,27 +70,27 @@ def test_lines_and_files_leave_no_trace() -> None:
         ),
     ],
 )
-def test_an_edit_shows(before: str, after: str) -> None:
+def test_an_edit_changes_the_digest(before: str, after: str) -> None:
     assert code_digest(function_from(before)) != code_digest(function_from(after))
 
 
-def test_globals_count_only_when_asked_for() -> None:
+def test_globals_count_only_with_follow_globals() -> None:
     one, two = (function_from(f"C = {value}\ndef g(x): return x * C\ndef f(x): return g(x)") for value in (1, 2))
     assert code_digest(one) == code_digest(two)
     assert code_digest(one, follow_globals=True) != code_digest(two, follow_globals=True)
 
 
-def test_a_helper_that_was_edited_shows_when_globals_are_followed() -> None:
+def test_an_edited_helper_changes_the_digest_with_follow_globals() -> None:
     one, two = (function_from(f"def g(x): return x {op} 2\ndef f(x): return [g(y) for y in x]") for op in "+*")
     assert code_digest(one, follow_globals=True) != code_digest(two, follow_globals=True)
 
 
-def test_functions_that_call_each_other_end() -> None:
+def test_mutually_recursive_functions_terminate() -> None:
     text = "def m():\n def f(x): return g(x)\n def g(x): return f(x)\n return f\nf = m()"
     assert code_digest(function_from(text)) == code_digest(function_from(text))
 
 
-def test_partials_and_their_arguments_show() -> None:
+def test_partials_and_their_arguments_change_the_digest() -> None:
     f, g = function_from("def f(x, y): return x"), function_from("def f(x, y): return y")
     partials = [functools.partial(f, *args, **named) for args in ((), (1,), (2,)) for named in ({}, {"y": 1}, {"y": 2})]
     # mypy asks for the arguments of g
@@ -142,7 +142,7 @@ def test_other_processes_paths_and_hash_seeds_agree(tmp_path: Path) -> None:
         pytest.param(("slice(1, 2)", "slice(1, 3)", "range(1, 2)", "range(1, 3)"), id="ranges"),
     ],
 )
-def test_values_are_told_apart_wherever_a_function_holds_them(values: tuple[str, ...]) -> None:
+def test_different_values_change_the_digest_wherever_they_are(values: tuple[str, ...]) -> None:
     for text in (
         "def f(x): return x({})",
         "def f(x, y={}): return x",

@@ -1,4 +1,4 @@
-"""Guards of a plan asked all at once: what holds is seen to hold, and a fact that changes is named as it is alone."""
+"""Guard tables give the same results and messages as checking each guard."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_each_variant_gets_its_own_guards_back():
     assert [len(v.model_guards.groups) for v in read.variants] < [60, 60, 60]
 
 
-def test_what_holds_is_answered_without_a_word(monkeypatch):
+def test_guards_that_hold_need_no_slow_check(monkeypatch):
     model = Model()
     read = through_json(variant("one", facts(model)))
     looked_at = []
@@ -157,7 +157,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "says"), CHANGES)
-def test_a_change_is_named_as_it_is_one_by_one(change, says):
+def test_a_change_is_reported_as_by_the_slow_check(change, says):
     model = Model()
     guards = facts(model)
     read = through_json(variant("one", guards), variant("two", guards[2:]))
@@ -169,7 +169,7 @@ def test_a_change_is_named_as_it_is_one_by_one(change, says):
         raise AssertionError("\n".join(found))
 
 
-def test_another_function_on_a_class_is_named(monkeypatch):
+def test_a_replaced_method_is_reported(monkeypatch):
     model = Model()
     read = through_json(variant("one", facts(model)))
     monkeypatch.setattr(Model, "forward", lambda self, x: x + 1)
@@ -177,7 +177,7 @@ def test_another_function_on_a_class_is_named(monkeypatch):
     assert "forward" in failure.sentence
 
 
-def test_a_changed_global_is_named(monkeypatch):
+def test_a_changed_global_is_reported(monkeypatch):
     model = Model()
     read = through_json(variant("one", facts(model)))
     monkeypatch.setitem(globals(), "SCALE", torch.float32)

@@ -1,4 +1,4 @@
-"""The definition of a class: what a patch or an edit changes in it is named, and nothing else changes it."""
+"""Class definitions: a patched or edited member is reported, and nothing else changes them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_in_a_class_is_named(name):
+def test_a_changed_class_member_is_reported(name):
     before, after, words = CHANGES[name]
     assert words in definition_words(define(made(before)), define(made(after)))
 
@@ -120,7 +120,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_no_call_reads_changes_nothing(name):
+def test_members_that_no_call_reads_are_excluded(name):
     before, after = SAME[name]
     assert define(made(before)) == define(made(after))
 
@@ -158,7 +158,7 @@ def test_a_definition_is_the_same_in_every_process():
     assert json.loads(told) == json.loads(json.dumps(define(Everything)))
 
 
-def test_classes_of_torch_and_python_are_given():
+def test_classes_of_torch_and_python_are_platform_code():
     assert is_platform_code(dict)
     assert is_platform_code(enum.Enum)
     assert not is_platform_code(Everything)

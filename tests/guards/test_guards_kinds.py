@@ -1,4 +1,4 @@
-"""Kinds of guards: what each sees, when it fails, and the sentence that it fails with."""
+"""Guard kinds: what each describes, when it fails, and its message."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ SEES = {
 
 
 @pytest.mark.parametrize(("source", "kind"), SEES)
-def test_a_kind_sees(model, source, kind):
+def test_a_kind_describes(model, source, kind):
     found = seen(model, source, kind)
     assert equal_json(found, SEES[source, kind]), found
     assert json.loads(json.dumps(found)) == found
 
 
-def test_code_is_seen_through_methods_and_functions(model):
+def test_code_is_read_from_methods_and_functions(model):
     digest = seen(model, "self.forward", "code")
     assert digest == describe("code", Model.forward)
     assert digest == describe("code", Model.forward.__code__)
@@ -175,7 +175,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("source", "kind", "change", "words"), CHANGES)
-def test_a_change_fails_in_a_sentence(model, source, kind, change, words):
+def test_a_change_fails_with_a_message(model, source, kind, change, words):
     guard = Guard(source=source, kind=kind, expected=seen(model, source, kind))
     assert check([guard], Roots(model, model.forward)) == []
     change(model)
@@ -189,7 +189,7 @@ WRONG_THINGS = [None, 5, "text", [], {}, len, nn.Linear, torch.zeros(2)]
 
 @pytest.mark.parametrize("thing", WRONG_THINGS, ids=repr)
 @pytest.mark.parametrize(("source", "kind"), [key for key in SEES if key[0] != "self" and ":" not in key[0]])
-def test_an_object_of_another_make_is_a_failure_and_never_a_crash(model, source, kind, thing):
+def test_an_unexpected_object_is_a_failure_and_never_a_crash(model, source, kind, thing):
     guard = Guard(source=source, kind=kind, expected=SEES[source, kind])
     name = source.removeprefix("self.")
     if name == "_forward_hooks":
@@ -201,7 +201,7 @@ def test_an_object_of_another_make_is_a_failure_and_never_a_crash(model, source,
         assert name in failure.sentence or type(thing).__name__ in failure.sentence
 
 
-def test_all_failures_are_told_in_order(model):
+def test_all_failures_are_reported_in_order(model):
     guards = [
         Guard(source="self.eps", kind="value", expected=["f", "2.0"]),
         Guard(source="self.nothing", kind="value", expected=1),
@@ -220,7 +220,7 @@ def test_a_kind_of_another_version_is_an_error_for_describe_and_a_failure_for_ch
     assert "nonsense" in failure.sentence
 
 
-def test_sameness_of_data_is_that_of_json():
+def test_equality_is_that_of_json():
     assert equal_json([1, "a", [None]], [1, "a", [None]])
     for one, other in ((1, True), (1, 1.0), (0, False), ([1], [True]), ([1, 2], [1]), (None, 0), ("1", 1)):
         assert not equal_json(one, other)
@@ -234,13 +234,13 @@ def test_views_of_one_storage_are_not_apart():
 
 
 @pytest.mark.parametrize("function", [re.compile, len, lambda: 3], ids=["library", "builtin", "own"])
-def test_no_function_is_called_for_its_answers_but_a_probe_of_transformers(function):
+def test_only_transformers_probes_are_called(function):
     with pytest.raises(NoRuleError, match="not a transformers probe"):
         describe("answers", function)
 
 
 @pytest.mark.parametrize("make", [nn.Parameter, lambda tensor: tensor], ids=["parameter", "tensor"])
-def test_a_fake_tensor_is_described_as_the_real_one_that_it_stands_for(make):
+def test_a_fake_tensor_is_described_as_a_real_tensor(make):
     real = make(torch.zeros(2, 3))
     with FakeTensorMode():
         fake = make(torch.zeros(2, 3))

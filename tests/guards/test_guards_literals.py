@@ -1,4 +1,4 @@
-"""Literals: plain values as data, one for one; what has no rule is named."""
+"""Literals: plain values as data, one to one; values without a rule are reported."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ def identical(one, other):
 
 @settings(max_examples=400)
 @given(VALUES, VALUES)
-def test_identical_values_and_only_those_have_equal_data(one, other):
+def test_values_have_equal_data_if_and_only_if_they_are_identical(one, other):
     assert (canonical_json(encode_literal(one)) == canonical_json(encode_literal(other))) == identical(one, other)
 
 
 @given(VALUES)
-def test_data_is_json_and_can_be_said(value):
+def test_data_is_json_and_can_be_rendered(value):
     data = encode_literal(value)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert isinstance(spell(data), str)
     assert spell(data)
 
 
-def test_values_that_python_calls_equal_are_told_apart():
+def test_values_that_compare_equal_in_python_are_distinguished():
     groups = [
         [True, 1, 1.0, 1 + 0j, Number.ONE, "1", b"1"],
         [0.0, -0.0, 0, False, None, ""],
@@ -120,7 +120,7 @@ def test_values_that_python_calls_equal_are_told_apart():
         assert len(set(spelled)) == len(group), group
 
 
-def test_numbers_that_are_none_are_one_value():
+def test_all_nans_are_the_same_value():
     assert encode_literal(math.nan) == encode_literal(float("nan")) == ["f", "nan"]
     assert encode_literal(-math.inf) == ["f", "-inf"]
 
@@ -129,12 +129,12 @@ def test_a_set_has_no_order():
     assert encode_literal({"b", "a", 3, None}) == encode_literal({None, 3, "a", "b"})
 
 
-def test_the_index_of_a_device_is_a_fact_of_the_process():
+def test_the_index_of_a_device_is_not_encoded():
     assert encode_literal(torch.device("cuda", 0)) == encode_literal(torch.device("cuda", 5)) == ["device", "cuda"]
     assert encode_literal(torch.device("cpu")) != encode_literal(torch.device("cuda"))
 
 
-def test_objects_go_by_their_names_and_functions_by_their_code():
+def test_objects_are_encoded_by_name_and_functions_by_code():
     assert encode_literal(Plain) == ["type", f"{__name__}:Plain"]
     assert encode_literal(json) == ["module", "json"]
     assert encode_literal(Colour.BLUE) == ["enum", f"{__name__}:Colour", "BLUE"]
@@ -152,7 +152,7 @@ def len_of(x):
     return len(x)
 
 
-def test_functions_of_one_name_and_other_code_differ():
+def test_functions_with_the_same_name_and_different_code_differ():
     def make(text):
         names = {"__name__": "some_module"}
         exec(text, names)
@@ -177,12 +177,12 @@ class Text(str):
     [Plain(), object(), Text("a"), [Plain()], {"a": (Plain(),)}, functools.partial(len), torch.zeros(1), iter([1])],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_without_a_rule_is_named(value):
+def test_a_value_without_a_rule_is_reported(value):
     with pytest.raises(NoRuleError, match=r"A value of type .* cannot be encoded as data"):
         encode_literal(value)
 
 
-def test_literals_are_said_as_a_person_would_write_them():
+def test_literals_are_rendered_as_python():
     said = {
         "None": None,
         "True": True,

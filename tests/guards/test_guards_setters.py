@@ -1,4 +1,4 @@
-"""Every setter of the installed torch stands in the table: with the guard that sees it, or with the reason for none."""
+"""Every setter of the installed torch is in the table, with the guard that covers it or the reason for none."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_setter_is_guarded_or_irrelevant_and_not_both():
     assert not GUARDED.keys() & set(listed)
 
 
-def test_the_names_of_guards_are_those_that_state_knows():
+def test_the_table_uses_only_known_state_names():
     setters = {*setters_of_c(), *public_setters(), *switches_of_backends()}
     seen = {name for setter in setters for name in GUARDED.get(setter, ())}  # another torch has others
     assert all(isinstance(state.current(name), object) for name in seen)
@@ -138,7 +138,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("setter", CHANGES)
-def test_what_a_setter_sets_is_seen_under_one_of_its_names(setter):
+def test_a_setter_changes_one_of_the_names_that_cover_it(setter):
     import multiprocessing  # a fork: what is set for good, is set there
 
     def changed(connection):

@@ -1,4 +1,4 @@
-"""A call's canonical form: plain methods, wrappers, defaults, and calls that do not fit."""
+"""The canonical form of a call: plain methods, wrappers, defaults, and calls that do not match."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_kind_of_parameter_survives_bind_and_call():
     [((), {}), ((1, 2, 3), {}), ((1,), {"nope": 1}), ((1,), {"input_ids": 1})],
     ids=["missing", "too many", "unknown", "twice"],
 )
-def test_a_call_that_does_not_fit_raises_what_the_model_would(args, kwargs):
+def test_a_call_that_does_not_match_raises_as_the_model_does(args, kwargs):
     model = Simple()
     with pytest.raises(TypeError) as theirs:
         model.forward(*args, **kwargs)
@@ -96,7 +96,7 @@ def test_a_wrapper_gets_every_named_argument_in_the_order_of_the_signature():
     assert list(by_name["kwargs"]) == list(by_place["kwargs"]) == ["input_ids", "position_ids", "zeta", "alpha"]
 
 
-def test_a_wrapper_gets_one_form_for_an_absent_argument_and_its_default():
+def test_an_absent_argument_and_its_default_are_the_same_call_of_a_wrapper():
     signature = CallSignature.of(Wrapped().forward)
     forms = [((1,), {}), ((1, None), {}), ((1,), {"mask": None}), ((), {"position_ids": None, "input_ids": 1})]
     assert [signature.bind(*form) for form in forms] == [{"args": (), "kwargs": {"input_ids": 1}}] * 4
@@ -108,7 +108,7 @@ def test_a_wrapper_gets_one_form_for_an_absent_argument_and_its_default():
     ("default", "value", "same"),
     [(1.5, 1.5, True), (0.0, -0.0, False), (1, True, False), (1, 1.0, False), ("a", "ab"[:1], True), ((), [], False)],
 )
-def test_only_what_is_beyond_doubt_the_default_is_left_out(default, value, same):
+def test_only_arguments_identical_to_the_default_are_left_out(default, value, same):
     class Model:
         @passing
         def forward(self, x=default):
@@ -118,7 +118,7 @@ def test_only_what_is_beyond_doubt_the_default_is_left_out(default, value, same)
     assert CallSignature.of(Model().forward).bind((), {"x": value}) == {"args": (), "kwargs": expected}
 
 
-def test_a_wrapper_that_names_no_self_has_the_module_first():
+def test_a_wrapper_without_self_gets_the_module_first():
     model = WrappedTwice()
     signature = CallSignature.of(model.forward)
     for args, kwargs, expected in (
@@ -131,7 +131,7 @@ def test_a_wrapper_that_names_no_self_has_the_module_first():
         assert signature.call(model.forward, locals_) == model.forward(*args, **kwargs)
 
 
-def test_what_only_the_wrapper_takes_is_passed_as_it_came():
+def test_arguments_that_only_the_wrapper_accepts_are_passed_on_unchanged():
     class Lenient:
         def _inner(self, x):
             return x
@@ -161,7 +161,7 @@ def test_sources_and_display_names():
         plain.source("nope")
 
 
-def test_names_of_ours_never_shadow_a_parameter():
+def test_generated_names_never_shadow_a_parameter():
     class Odd:
         @passing
         def forward(self, _absent, _named=1, _default_1=2, _named_default_1=3, **_leading):
@@ -175,7 +175,7 @@ def test_names_of_ours_never_shadow_a_parameter():
     }
 
 
-def test_a_function_set_on_the_instance_is_taken_as_it_stands():
+def test_a_function_set_on_the_instance_is_used_as_it_is():
     def forward(x, y=2):
         return x + y
 

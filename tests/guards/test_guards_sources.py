@@ -1,4 +1,4 @@
-"""Sources: every form is found again in a live model, and nothing outside of the grammar is followed."""
+"""Sources: every form resolves in a live model, and nothing outside the grammar does."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("text", FOUND)
-def test_a_source_leads_to_its_object(text):
+def test_a_source_resolves_to_its_object(text):
     found = ROOTS.resolve(text)
     assert found is FOUND[text] or found == FOUND[text]
 
@@ -102,7 +102,7 @@ def test_a_free_variable_is_read_from_the_cell():
 
 
 @given(st.text() | st.integers(min_value=-(10**12), max_value=10**12))
-def test_a_key_of_any_text_or_number_comes_back(key):
+def test_any_text_or_number_round_trips_as_a_key(key):
     text = f"arg:x[{json.dumps(key)}]"
     (accessor,) = parse_source(text).accessors
     assert (accessor.word, accessor.key) == ("item", key)
@@ -118,7 +118,7 @@ ACCESSORS = st.one_of(
 
 
 @given(st.sampled_from(["self", "arg:x", "free:x", "global:a.b:c"]), st.lists(ACCESSORS, max_size=6))
-def test_parsing_keeps_the_text_and_the_way_there(root, accessors):
+def test_parsing_keeps_the_text_and_its_prefixes(root, accessors):
     text = root + "".join(accessors)
     source = parse_source(text)
     assert source.text == text
@@ -173,13 +173,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_is_outside_of_the_grammar_is_refused_in_a_sentence(text):
+def test_malformed_sources_are_refused_with_a_message(text):
     with pytest.raises(SourceError, match="malformed source"):
         parse_source(text)
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_source_or_refused(text):
+def test_any_text_is_parsed_or_refused(text):
     for candidate in (text, f"self{text}", f"arg:{text}", f"global:math:{text}"):
         with contextlib.suppress(SourceError):
             assert parse_source(candidate).text == candidate
@@ -202,7 +202,7 @@ GONE = {
 
 
 @pytest.mark.parametrize("text", GONE)
-def test_an_object_that_is_gone_is_named(text, monkeypatch):
+def test_a_missing_object_is_reported_by_name(text, monkeypatch):
     def fail(self):
         raise RuntimeError("not today")
 
@@ -228,7 +228,7 @@ def test_no_module_is_imported_because_a_plan_names_it(tmp_path, monkeypatch):
     assert check([told], Roots(None)) == []  # its file says what it will be, and is compared on its own
 
 
-def test_sources_are_said_as_people_write_them():
+def test_sources_are_rendered_as_users_write_them():
     said = {
         "self": "the model",
         "self.layers.0.eps": "layers.0.eps",
@@ -240,7 +240,7 @@ def test_sources_are_said_as_people_write_them():
     assert {text: source_words(text) for text in said} == said
 
 
-def test_names_are_found_again():
+def test_qualified_names_resolve():
     for thing in (Part, Part.__init__, json.dumps, string.Template):
         assert find_qualified(qualified_name(thing)) is thing
 
@@ -258,7 +258,7 @@ print(name)
 """
 
 
-def test_the_running_script_goes_by_the_name_that_it_would_be_imported_by(tmp_path):
+def test_the_running_script_has_its_import_name(tmp_path):
     package = tmp_path / "package_of_test"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Global state of torch as data: each name sees its own change and nothing else does."""
+"""Global state of torch as data: a change affects its own name and no other."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def everything():
         pytest.param(functorch, "functorch", True, id="functorch"),
     ],
 )
-def test_a_change_is_seen_under_its_own_name_only(context, name, now):
+def test_a_change_affects_only_its_own_name(context, name, now):
     before = everything()
     with context():
         inside = everything()
@@ -104,7 +104,7 @@ def conditions():
 @pytest.mark.parametrize(
     "context", [contextlib.nullcontext, lambda: torch.autocast("cpu"), Mode, precision, default_dtype]
 )
-def test_what_a_call_looks_at_changes_where_the_state_does(context):
+def test_the_condition_of_a_call_follows_the_state(context):
     before, holds = {name: state.current(name) for name in NAMES}, conditions()
     with context():
         now = {name: state.current(name) for name in NAMES}
@@ -113,7 +113,7 @@ def test_what_a_call_looks_at_changes_where_the_state_does(context):
     assert all(function() for function in holds.values())
 
 
-def test_the_usual_precision_is_one_whether_it_was_set_or_not():
+def test_the_default_precision_is_the_same_set_or_unset():
     holds = conditions()
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
@@ -127,7 +127,7 @@ def test_the_usual_precision_is_one_whether_it_was_set_or_not():
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
-def test_compiled_attention_is_made_by_the_kernels_that_it_may_use():
+def test_compiled_attention_depends_on_the_enabled_kernels():
     def names(target, device="cpu"):
         meta = TensorMeta(dtype="float32", shape=(2,), stride=(1,), device=device)
         node = Node(kind="function", target=target, args=("%0",), kwargs={})
@@ -166,19 +166,19 @@ ASKED = {
 
 
 @pytest.mark.parametrize("question", ASKED)
-def test_what_code_asks_by_name_is_looked_at(question):
+def test_state_that_code_reads_by_name_is_checked(question):
     names = compile(question, "", "eval").co_names
     eval(question, {"torch": torch})
     assert set(ASKED[question]) <= set(state.names_for_code(names))
     assert state.names_for_code(["sin"]) == []
 
 
-def test_what_matters_to_every_model_need_not_be_asked_for():
+def test_names_for_every_model_are_not_added_again():
     always = "autocast autocast_cache default_device default_dtype deterministic deterministic_warn_only mkldnn_enabled"
     assert {*always.split(), "fill_uninitialized", "mkldnn_fp32_precision_matmul"} <= set(state.STATE_NAMES)
 
 
-def test_grad_and_inference_mode_are_no_state():
+def test_grad_and_inference_mode_are_not_checked_by_default():
     before = everything()
     with torch.no_grad():
         assert everything() == before

@@ -1,4 +1,4 @@
-"""`op_digest`: what a compiler believes of an op, and nothing else."""
+"""`op_digest` covers what a compiler relies on of an op, and nothing else."""
 
 # ruff: noqa: PLW0108 - that Dynamo or torch sees a call of its own is what these lambdas are for
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_equal_ops_have_equal_digests() -> None:
     assert digest(PLAIN, lambda x: torch.empty_like(x)) == digest(PLAIN, lambda x: torch.empty_like(x))
 
 
-def test_the_schema_and_the_fake_implementation_show() -> None:
+def test_the_schema_and_the_fake_implementation_change_the_digest() -> None:
     seen = {
         digest(PLAIN, lambda x: torch.empty_like(x)),
         digest(PLAIN, lambda x: x.new_empty(x.shape)),
@@ -50,7 +50,7 @@ def test_the_schema_and_the_fake_implementation_show() -> None:
     assert len(seen) == 6
 
 
-def test_the_tags_show() -> None:
+def test_the_tags_change_the_digest() -> None:
     def tagged(*tags: torch.Tag) -> str:
         library = torch.library.Library("toydigest", "FRAGMENT")
         library.define(PLAIN, tags=tags)
@@ -69,7 +69,7 @@ def test_the_kernel_may_change_freely() -> None:
     assert digest(PLAIN, fake, lambda x: x + 1) == digest(PLAIN, fake, lambda x: x + 2)
 
 
-def test_helpers_and_constants_of_the_fake_implementation_show(monkeypatch) -> None:
+def test_helpers_and_constants_of_the_fake_implementation_change_the_digest(monkeypatch) -> None:
     def fake(x):
         return helper(x).new_empty(FACTOR)
 
@@ -103,12 +103,12 @@ def test_an_op_made_with_custom_op_has_a_stable_digest() -> None:
     assert op_digest("toydigest::made") != one
 
 
-def test_an_op_that_nobody_provides_is_an_error() -> None:
+def test_an_unknown_op_is_an_error() -> None:
     with pytest.raises(SplitError, match="toydigest::absent"):
         op_digest("toydigest::absent")
 
 
-def test_ops_that_come_with_torch_are_told_apart() -> None:
+def test_ops_of_torch_have_different_digests() -> None:
     assert is_torchs_own("aten::mm.default")
     assert is_torchs_own("_c10d_functional::all_reduce")
     assert not is_torchs_own("vllm::unified_attention")

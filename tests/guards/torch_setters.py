@@ -1,4 +1,4 @@
-"""Every setter of torch that sets something outside of a model: which guard sees it, or why none has to.
+"""Every setter of torch that changes state outside a model: which guard covers it, or why none has to.
 
 A setter is a function `set_…` or `use_…` of a public module of torch, a function `set_…` or `_set_…` of `torch._C` and
 its parts, or an attribute of a module of `torch.backends` that can be assigned to. A name that ends with `.*` stands

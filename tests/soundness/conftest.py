@@ -1,4 +1,4 @@
-"""Parameters of this folder's tests: made as pytest asks, for ten thousand that nobody runs take seconds to collect."""
+"""Parametrizes the tests of this folder on request: collecting ten thousand slow ones takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of classes: their attributes, methods, bases and special methods, as they live in a process."""
+"""Features of classes: attributes, methods, bases and special methods."""
 
 from __future__ import annotations
 

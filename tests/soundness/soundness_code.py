@@ -1,4 +1,4 @@
-"""Features of code: what a function reads beside its arguments, from its module, its imports and Python."""
+"""Features of code: what a function reads besides its arguments, from its module, its imports and Python."""
 
 from __future__ import annotations
 

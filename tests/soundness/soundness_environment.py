@@ -1,4 +1,4 @@
-"""Features of the environment: how code asks for the variables of its process, and for its folder."""
+"""Features of the environment: the ways in which code reads environment variables and the working directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features that an outside tester would think of next: what code can ask of functions, classes and containers.
+"""Further features: what code can read of functions, classes and containers.
 
 Most of them were right when they were written; they stand here so that they stay so. Those that are a few lines of a
 module, a question and a change of the live process stand in `soundness_further.txt`::

@@ -1,4 +1,4 @@
-"""Warm a project once, change it in one way, start it again, and judge what came of it.
+"""Warms a project once, changes it in one way, starts it again, and classifies the outcome.
 
 The words for what came of it:
 
@@ -131,13 +131,13 @@ def judge(case: Case) -> Outcome:
     return Outcome(word="right" if after["served"] == after["eager"] else "wrong", shown=shown)
 
 
-def test_a_change_is_named_or_served_right(change):
+def test_a_change_is_refused_by_name_or_served_correctly(change):
     """Each module of tests imports this, for its features."""
     outcome = judge(change)
     assert outcome.word in {"refused", "right"}, outcome
 
 
-def test_what_did_not_change_is_a_hit(unchanged):
+def test_an_unchanged_project_is_a_hit(unchanged):
     """As above."""
     outcome = judge(unchanged)
     assert outcome.word == "right" or (unchanged.feature.refused and outcome.word == "refused"), outcome

@@ -1,4 +1,4 @@
-"""Features of identity: which objects, weights and tensors are the same one."""
+"""Features of identity: which objects, weights and tensors are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of imports: modules of the project, what they import in turn, and installed distributions."""
+"""Features of imports: modules of the project, their own imports, and installed distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of objects: what they hold, and what they lack."""
+"""Features of objects: their attributes and contents, present and absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of the process, the machine and what is installed: Dynamo answers such questions once, mostly unguarded."""
+"""Features of the process, the machine and the installation, which Dynamo folds, mostly without guards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small project of a user's, written to a folder: a feature of Python or torch, in a place where it may lie.
+"""Writes a small user project to a folder: a feature of Python or torch, in one of several places.
 
 The project is a package `app`. `net.py` holds the model, whose `forward` asks a question (`probe`) of one object, `it`;
 the place says which object that is and which file defines its class:

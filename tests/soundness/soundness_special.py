@@ -1,4 +1,4 @@
-"""Features of special methods, which Python looks up on the class, whatever the code calls."""
+"""Features of special methods, which Python looks up on the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of torch's own state: its settings, modes and hooks, and what it does when a module is called."""
+"""Features of torch's own state: settings, modes, hooks, and the call of a module."""
 
 from __future__ import annotations
 

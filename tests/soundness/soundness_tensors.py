@@ -1,4 +1,4 @@
-"""Features of tensors and of arguments: questions that Dynamo answers while it traces."""
+"""Features of tensors and of arguments, whose properties Dynamo folds while it traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hit is never wrong, whatever becomes of the code or its environment after `warm`."""
+"""A hit is never wrong, however the code or its environment changes after `warm`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from soundness_code import CODE
 from soundness_environment import ENVIRONMENT
 from soundness_further import FURTHER
 from soundness_harness import (  # noqa: F401 - run on the features below
-    test_a_change_is_named_or_served_right,
-    test_what_did_not_change_is_a_hit,
+    test_a_change_is_refused_by_name_or_served_correctly,
+    test_an_unchanged_project_is_a_hit,
 )
 from soundness_imports import IMPORTS
 from soundness_process import PROCESS

@@ -1,4 +1,4 @@
-"""The commands say of a changed project what `load` says, name what changed, and a second warm mends it."""
+"""For a changed project, commands report the change as `load` does, and a second warm serves it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def warm(project: Path, cache: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.place}")
-def test_commands_name_what_changed(case, tmp_path):
+def test_commands_report_the_change(case, tmp_path):
     place, cache = PLACES[case.place], str(tmp_path / "cache")
     write_project(case.feature, place, tmp_path / "before")
     before = warm(tmp_path / "before", cache)

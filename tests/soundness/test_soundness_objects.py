@@ -1,4 +1,4 @@
-"""A hit is never wrong, whatever becomes of an object after `warm`."""
+"""A hit is never wrong, however an object changes after `warm`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from soundness_harness import (  # noqa: F401 - run on the features below
-    test_a_change_is_named_or_served_right,
-    test_what_did_not_change_is_a_hit,
+    test_a_change_is_refused_by_name_or_served_correctly,
+    test_an_unchanged_project_is_a_hit,
 )
 from soundness_identity import IDENTITY
 from soundness_objects import OBJECTS

@@ -1,4 +1,4 @@
-"""Never a false miss: what cannot change the result is a hit, or at most a trace, and nothing is compiled again."""
+"""No false misses: a change that cannot affect the result is a hit or at most a trace, and compiles nothing."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("name", "feature", "place"), changes(slow=slow))
 
 
-def test_what_changes_nothing_compiles_nothing(name, feature, place, tmp_path):
+def test_an_irrelevant_change_compiles_nothing(name, feature, place, tmp_path):
     same, source = SAME[name], warmed(feature, place)
     project, cache = source / "project", source / "cache"
     if same.moved or same.prepend or same.append or same.write:

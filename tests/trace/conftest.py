@@ -1,4 +1,4 @@
-"""Models are traced, and called, as they are served: without gradients."""
+"""Traces and calls models without gradients, as they are served."""
 
 from __future__ import annotations
 

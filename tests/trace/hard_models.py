@@ -1,4 +1,4 @@
-"""Small modules that are hard to compile rightly, each with calls that differ from its example in every way there is.
+"""Small modules that are hard to compile correctly, with calls that differ from their example in many ways.
 
 Each case says what of its calls must be served; a call not named so may be refused, and is never served wrongly.
 """

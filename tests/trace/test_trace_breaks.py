@@ -1,4 +1,4 @@
-"""What cannot be traced is told with the user's own line, what broke there, and what to do about it."""
+"""Errors for code that cannot be traced: the user's line, the cause, and what to do."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ AT_TRACE = [
 
 
 @pytest.mark.parametrize(("body", "advice"), AT_TRACE, ids=lambda case: getattr(case, "__name__", ""))
-def test_a_graph_break_shows_the_users_line_and_what_to_do(body, advice):
+def test_a_graph_break_reports_the_users_line_and_a_hint(body, advice):
     with pytest.raises(GraphBreakError) as caught:
         plan_of(Model(body), torch.rand(3, 4), dynamic={"x": {0: "n"}})
     text = str(caught.value)
@@ -125,7 +125,7 @@ def test_a_graph_break_shows_the_users_line_and_what_to_do(body, advice):
 
 
 @pytest.mark.parametrize("body", [item, python_number, nonzero, masked])
-def test_what_data_tell_may_be_computed_with(tmp_path, body):
+def test_data_dependent_values_can_be_computed_with(tmp_path, body):
     model = Model(body)
     loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}})
     for rows in (3, 1, 5):
@@ -142,7 +142,7 @@ def shown_line(text, function):
     return False
 
 
-def test_a_print_names_its_line(capsys):
+def test_a_print_is_reported_with_its_line(capsys):
     with pytest.raises(GraphBreakError) as caught:
         plan_of(Model(prints), torch.rand(3, 4))
     assert shown_line(str(caught.value), prints), str(caught.value)
@@ -150,7 +150,7 @@ def test_a_print_names_its_line(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_print_that_is_guarded_is_no_break(tmp_path, capsys):
+def test_a_print_guarded_by_is_compiling_is_no_graph_break(tmp_path, capsys):
     def body(model, y):
         if not torch.compiler.is_compiling():
             print("eager")  # noqa: T201
@@ -187,7 +187,7 @@ OWN_ERRORS = [
 
 
 @pytest.mark.parametrize(("body", "words"), OWN_ERRORS, ids=lambda case: getattr(case, "__name__", ""))
-def test_an_error_of_the_models_own_is_told_as_that(body, words):
+def test_an_error_raised_by_the_model_is_reported_as_such(body, words):
     with pytest.raises(TraceError, match=words) as caught:
         plan_of(Model(body), torch.rand(3, 4))
     assert not isinstance(caught.value, GraphBreakError)
@@ -244,13 +244,13 @@ SIDE_EFFECTS = [
 
 
 @pytest.mark.parametrize(("body", "words"), SIDE_EFFECTS, ids=lambda case: getattr(case, "__name__", ""))
-def test_a_side_effect_is_named_with_what_it_writes(body, words):
+def test_a_side_effect_is_reported_with_its_target(body, words):
     with pytest.raises(TraceError, match=words) as caught:
         plan_of(Model(body), torch.rand(3, 4))
     assert "Keep state in buffers that are written in place" in str(caught.value)
 
 
-def test_an_attribute_that_ends_as_it_began_is_no_side_effect(tmp_path):
+def test_a_restored_attribute_is_no_side_effect(tmp_path):
     def body(model, y):
         model.count = 5
         y = y + model.count
@@ -270,7 +270,7 @@ def fixed_by_branch(model, y):
 
 
 @pytest.mark.parametrize("body", [fixed_by_code, fixed_by_branch])
-def test_a_dynamic_dimension_that_the_code_fixes_is_named(body):
+def test_a_dynamic_dimension_fixed_by_the_code_is_reported(body):
     with pytest.raises(
         TraceError, match=r"should be dynamic is not: x, dimension 0, is always 3 in this model because of `"
     ) as caught:
@@ -283,7 +283,7 @@ class NoTensors(nn.Module):
         return 5
 
 
-def test_a_model_without_work_is_a_sentence():
+def test_a_model_without_tensor_ops_is_refused():
     with pytest.raises(TraceError, match=r"This model's forward does nothing with tensors"):
         plan_of(NoTensors(), 3)
 
@@ -313,7 +313,7 @@ class OfNoModule(nn.Module):
         (OfNoModule, "belongs to no module"),
     ],
 )
-def test_a_forward_that_is_no_function_of_a_module_is_a_sentence(make, words):
+def test_a_forward_that_is_not_a_plain_function_of_a_module_is_refused(make, words):
     with pytest.raises(TraceError, match=f"^The method to compile {words}"):
         plan_of(make(), torch.rand(3, 4))
 
@@ -323,7 +323,7 @@ class Around(nn.Linear):
         return super().__call__(*args) * 2
 
 
-def test_what_runs_around_forward_is_refused():
+def test_code_that_runs_around_forward_is_refused():
     with pytest.raises(TraceError, match="overrides __call__; move its code into forward"):
         plan_of(Around(4, 4), torch.rand(3, 4))
     hooked = nn.Linear(4, 4)
@@ -374,12 +374,12 @@ class Quantised(nn.Module):
         return x @ self.weight
 
 
-def test_a_tensor_subclass_is_named():
+def test_a_tensor_subclass_is_refused_by_name():
     with pytest.raises(TraceError, match=r"weight.* is a Wrapped, a tensor subclass that an artifact cannot take"):
         plan_of(Quantised(), torch.rand(3, 4))
 
 
-def test_a_failed_trace_leaves_nothing_behind_for_the_next(tmp_path):
+def test_a_failed_trace_does_not_affect_the_next(tmp_path):
     for _ in range(2):
         with pytest.raises(TraceError):
             plan_of(Model(branch), torch.rand(3, 4), dynamic={"x": {0: "n"}})
@@ -390,7 +390,7 @@ def test_a_failed_trace_leaves_nothing_behind_for_the_next(tmp_path):
         agree(served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}}), model, torch.rand(5, 4))
 
 
-def test_what_a_library_adds_to_loggers_to_write_once_is_left_out_of_the_graph(monkeypatch):
+def test_log_once_methods_added_by_libraries_are_left_out_of_the_graph(monkeypatch):
     class Telling(nn.Module):
         def forward(self, x):
             _log.warning_once("seen")

@@ -67,13 +67,13 @@ def test_each_call_has_variants_of_the_dimensions_that_it_passes():
     assert all("past" not in fixed for fixed in by_call["prefill"])
 
 
-def test_example_calls_of_one_name_are_refused():
+def test_example_calls_with_the_same_name_are_refused():
     calls = [ExampleCall(args=(ids(2, 6),)), ExampleCall(args=(ids(2, 1), torch.rand(2, 6, 4)))]
     with pytest.raises(UsageError, match="same name"):
         plan_of(Decoder(), calls=calls, dynamic=DECODER)
 
 
-def test_an_example_that_does_not_fit_is_a_sentence():
+def test_an_example_that_does_not_match_the_method_is_refused():
     with pytest.raises(ModelError, match="The example call 'decode' does not match"):
         plan_of(Decoder(), calls=[ExampleCall(name="decode")], dynamic=DECODER)
     with pytest.raises(ModelError, match="The example call 'decode' does not match"):
@@ -86,7 +86,7 @@ class Masked(nn.Module):
         return y if mask is None else y.masked_fill(mask, 0.0)
 
 
-def test_an_absent_mask_and_none_are_one_call_and_a_mask_is_another(tmp_path):
+def test_no_mask_and_none_are_the_same_call_and_a_mask_is_another(tmp_path):
     model = Masked()
     loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}, "mask": {0: "n"}})
     x = torch.rand(5, 4)
@@ -99,7 +99,7 @@ def test_an_absent_mask_and_none_are_one_call_and_a_mask_is_another(tmp_path):
         loaded(x, scale=2.0)
 
 
-def test_a_mask_that_may_be_there_needs_a_call_with_it(tmp_path):
+def test_an_optional_mask_needs_an_example_call_with_it(tmp_path):
     model = Masked()
     x = torch.rand(3, 4)
     calls = [ExampleCall(name="plain", args=(x,)), ExampleCall(name="masked", args=(x, x > 0.5))]
@@ -135,7 +135,7 @@ class Two(nn.Module):
         return {"tokens": tokens}
 
 
-def test_another_method_than_forward_is_compiled_and_called(tmp_path):
+def test_a_method_other_than_forward_is_compiled_and_called(tmp_path):
     model = Two()
     loaded = served(tmp_path, model, torch.rand(3, 4), method="encode", dynamic={"tokens": {0: "n"}})
     for rows in (1, 2, 9):
@@ -145,7 +145,7 @@ def test_another_method_than_forward_is_compiled_and_called(tmp_path):
         loaded(torch.rand(3, 4), depth=3)
 
 
-def test_a_method_that_is_not_there_is_a_sentence(tmp_path):
+def test_a_missing_method_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no method .*decode"):
         warm(spec_of(Two(), torch.rand(3, 4), method="decode"), config=EAGER, cache_dir=tmp_path)
 
@@ -216,7 +216,7 @@ class Scaled(nn.Module):
         return x * scaling.gain * table[torch.float32].gain
 
 
-def test_an_object_as_an_argument_is_told_by_what_it_holds_and_not_by_its_address(tmp_path):
+def test_an_object_argument_is_identified_by_its_content_not_its_address(tmp_path):
     def spec(gain, other=1.0):
         return spec_of(Scaled(), torch.rand(3), Scaling(gain), {torch.float32: Scaling(other)})
 

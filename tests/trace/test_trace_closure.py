@@ -1,4 +1,4 @@
-"""The user's code by closure: which modules an import leads to, and that a change in any of them is a miss."""
+"""The import closure of the user's code: which modules it contains, and that a change in any of them is a miss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def project(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_imports_are_followed_wherever_they_stand(project):
+def test_imports_are_followed_wherever_they_are(project):
     folder = project(
         root="""
             import top
@@ -86,7 +86,7 @@ def test_imports_are_followed_wherever_they_stand(project):
     assert not {"root", "pkg", "pkg.sub"} & set(sys.modules)  # nothing was imported
 
 
-def test_installed_distributions_enter_by_version_and_are_not_followed(project):
+def test_installed_distributions_are_recorded_by_version_and_not_followed(project):
     project(root="import yaml\nfrom click import testing\nimport torch, cgtool, os")
     found = closure_of(["root"])
     assert set(found.digests) == {"root"}
@@ -94,7 +94,7 @@ def test_installed_distributions_enter_by_version_and_are_not_followed(project):
     assert installed_versions(found.distributions) == found.distributions
 
 
-def test_what_is_installed_in_a_folder_of_the_users_is_a_distribution(project):
+def test_a_package_installed_into_a_user_folder_is_a_distribution(project):
     folder = project(root="import shipped, own", shipped="import never_looked_at", own="")
     (folder / "Shipped-1.5.dist-info").mkdir()
     (folder / "Shipped-1.5.dist-info/RECORD").write_text("shipped.py,,\nshipped-1.5.dist-info/RECORD,,\n")
@@ -108,7 +108,7 @@ def test_what_is_installed_in_a_folder_of_the_users_is_a_distribution(project):
     assert installed_versions(["shipped", "none"]) == {"shipped": "1.6", "none": None}
 
 
-def test_a_package_that_is_installed_in_place_is_the_users(project, monkeypatch, tmp_path):
+def test_an_editable_install_is_user_code(project, monkeypatch, tmp_path):
     """As PEP 660 has it: a finder maps the name to a folder that is on no path."""
     project(root="import inplace")
     package = tmp_path / "checkout" / "inplace"
@@ -130,7 +130,7 @@ def test_a_package_that_is_installed_in_place_is_the_users(project, monkeypatch,
     assert set(closure_of(["root"]).digests) == {"root", "inplace", "inplace.part"}
 
 
-def test_a_module_is_found_without_importing_what_is_above_it(project):
+def test_a_module_is_found_without_importing_its_parents(project):
     folder = project(above__leaf="")
     (folder / "above/__init__.py").write_text("raise SystemExit")
     assert find_spec("above.leaf").origin == str(folder / "above/leaf.py")
@@ -154,7 +154,7 @@ def test_a_module_that_is_imported_or_replaced_is_found_by_its_file(tmp_path, mo
     assert one not in modules_by_file()
 
 
-def test_many_files_are_read_as_few_are(project):
+def test_many_files_give_the_same_digests_as_few(project):
     project(**{f"many{number}": f"NUMBER = {number}" for number in range(150)})
     names = [f"many{number}" for number in range(150)]
     together = source_digests(names)
@@ -238,7 +238,7 @@ READS = [
 
 
 @pytest.mark.parametrize(("body", "top"), READS)
-def test_a_variable_that_is_read_is_a_factor(project, tmp_path, monkeypatch, body, top):
+def test_an_environment_variable_that_code_reads_is_a_factor(project, tmp_path, monkeypatch, body, top):
     monkeypatch.delenv("GAIN", raising=False)
     module, root, hash_ = warm_reading(project, tmp_path, body, top)
     assert read_key(CacheLayout(root=root), hash_).value("variables") == {"GAIN": None}
@@ -251,7 +251,7 @@ def test_a_variable_that_is_read_is_a_factor(project, tmp_path, monkeypatch, bod
             cgtool.load(module, cache_dir=root)
 
 
-def test_another_name_for_getenv_is_refused_by_that_name(project, tmp_path):
+def test_an_alias_of_getenv_is_refused_by_its_name(project, tmp_path):
     with pytest.raises(TraceError, match=r"kept is an alias of os\.environ or of a function that reads it"):
         warm_reading(project, tmp_path, 'return x * float(kept("GAIN") or 1)', "kept = given")
 
@@ -266,18 +266,18 @@ COMPUTED = [
 
 
 @pytest.mark.parametrize("body", COMPUTED)
-def test_a_name_that_is_computed_is_refused_with_its_line(project, tmp_path, body):
+def test_a_computed_variable_name_is_refused_with_its_line(project, tmp_path, body):
     with pytest.raises(TraceError, match=r"reads\.py:6 reads an environment variable whose name is not a constant"):
         warm_reading(project, tmp_path, body)
 
 
-def test_code_that_no_trace_comes_to_may_read_what_it_likes(project, tmp_path):
+def test_untraced_code_may_read_the_whole_environment(project, tmp_path):
     top = 'def port(name):\n    return os.environ[name], os.environ["PORT"]\nALL = dict(os.environ)'
     _, root, hash_ = warm_reading(project, tmp_path, "return x + 1", top)
     assert read_key(CacheLayout(root=root), hash_).value("variables") == {}
 
 
-def test_a_variable_that_is_set_is_a_factor_and_not_a_guard(project, tmp_path, monkeypatch):
+def test_a_set_environment_variable_is_a_factor_and_not_a_guard(project, tmp_path, monkeypatch):
     monkeypatch.setenv("GAIN", "3")
     module, root, hash_ = warm_reading(project, tmp_path, 'return x * float(os.environ.get("GAIN", "1"))')
     assert read_key(CacheLayout(root=root), hash_).value("variables") == {"GAIN": "3"}
@@ -300,7 +300,7 @@ class Gained(torch.nn.Module):
         return x * self.gain
 
 
-def test_each_call_looks_at_all_live_objects_where_that_is_asked_for(tmp_path):
+def test_each_call_checks_all_live_objects_if_configured(tmp_path):
     module = Gained().eval()
     x = torch.rand(3)
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_each_call_looks_at_all_live_objects_where_that_is_asked_for(tmp_path):
         agree(loaded, module, x)
 
 
-def test_a_variable_of_bytes_that_are_no_text_is_a_factor_as_others_are(project, tmp_path, monkeypatch):
+def test_an_environment_variable_with_undecodable_bytes_is_a_factor(project, tmp_path, monkeypatch):
     monkeypatch.setenv("GAIN", os.fsdecode(b"\xff"))
     module, root, _ = warm_reading(project, tmp_path, 'return x * (2 if "GAIN" in os.environ else 1)')
     with torch.no_grad():

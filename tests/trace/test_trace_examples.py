@@ -61,7 +61,7 @@ def test_three_dimensions_have_a_variant_for_each_set_of_ones():
     assert [len(fixed) for fixed in found] == [0, 1, 1, 1, 2, 2, 2, 3]
 
 
-def test_bounds_may_be_given_once_and_hold_for_every_place():
+def test_bounds_given_once_hold_for_every_place_of_the_name():
     for dynamic in (
         {"x": {0: ("n", 2, 8)}, "mask": {0: "n"}},
         {"x": {0: "n"}, "mask": {0: ("n", 2, 8)}},
@@ -97,7 +97,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("dynamic", BAD, ids=repr)
-def test_what_is_no_dimension_is_a_sentence(dynamic):
+def test_a_malformed_dimension_is_refused(dynamic):
     if dynamic == {"x": {0: ["n"]}}:  # as JSON has no tuples
         assert Dims.of(dynamic).by_name["n"].min == 1
         return
@@ -109,7 +109,7 @@ def at(call, dynamic, fixed=None):
     return arguments_for(call, SIGNATURE, Dims.of(dynamic), fixed or {})
 
 
-def test_an_example_of_fitting_size_is_taken_as_it_is():
+def test_an_example_of_an_allowed_size_is_used_unchanged():
     x = torch.rand(3, 4)
     arguments, marked = at(ExampleCall(args=(x,)), {"x": {0: "n"}})
     assert arguments["x"] is x
@@ -138,12 +138,12 @@ WITHIN = [((5, None), 3, 5), ((2, 4), 9, 4), ((2, 4), 3, 3), ((1, 2), 1, 2)]
 
 
 @pytest.mark.parametrize(("bounds", "rows", "size"), WITHIN)
-def test_an_example_outside_of_the_bounds_is_brought_within(bounds, rows, size):
+def test_an_example_outside_the_bounds_is_resized_to_fit(bounds, rows, size):
     arguments, _ = at(ExampleCall(args=(torch.zeros(rows),)), {"x": {0: ("n", *bounds)}})
     assert len(arguments["x"]) == size
 
 
-def test_places_of_one_name_get_one_size():
+def test_dimensions_with_the_same_name_get_the_same_size():
     call = ExampleCall(args=(torch.zeros(1, 4), torch.zeros(4, 1)))
     dynamic = {"x": {0: "n"}, "mask": {1: "n"}}
     arguments, marked = at(call, dynamic)
@@ -175,7 +175,7 @@ def test_an_argument_among_the_keyword_arguments_is_found():
     assert [(dim, name) for _, dim, name in marked] == [(0, "n"), (0, "n")]
 
 
-def test_the_examples_own_tensors_stay_as_they_are():
+def test_the_tensors_of_the_example_are_not_modified():
     x = torch.arange(12.0).view(3, 4)
     before = x.clone()
     arguments, _ = at(ExampleCall(args=(x,)), {"x": {0: "n"}}, {"n": 1})
@@ -202,7 +202,7 @@ RESIZED += [(case, 1, {}) for case, (make, _) in enumerate(LAYOUTS) if not make(
 
 
 @pytest.mark.parametrize(("case", "rows", "fixed"), RESIZED)
-def test_a_resized_tensor_lies_in_memory_as_the_example_does(case, rows, fixed):
+def test_a_resized_tensor_keeps_the_layout_of_the_example(case, rows, fixed):
     make, dim = LAYOUTS[case]
     arguments, _ = at(ExampleCall(args=(make(rows),)), {"x": {dim: ("n", 0)}}, fixed)
     given, wanted = arguments["x"], make(fixed.get("n", max(rows, 2)))
@@ -228,12 +228,12 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("dynamic", "fixed", "words"), MISSING)
-def test_a_dimension_that_the_example_has_not_is_named(dynamic, fixed, words):
+def test_a_dimension_missing_from_the_example_is_reported(dynamic, fixed, words):
     with pytest.raises(ModelError, match=words):
         at(ExampleCall(args=(torch.zeros(3, 4), torch.zeros(3), True)), dynamic, fixed)
 
 
-def test_a_parameter_that_is_none_is_named():
+def test_an_unknown_parameter_is_reported():
     signature = CallSignature.of(Plain().forward)
     with pytest.raises(ModelError, match="has no parameter 'y'; its parameters are: x"):
         arguments_for(ExampleCall(args=(torch.zeros(3),)), signature, Dims.of({"y": {0: "n"}}), {})
@@ -244,12 +244,12 @@ class Plain:
         return x
 
 
-def test_an_example_that_does_not_fit_is_named():
+def test_an_example_that_does_not_match_is_reported_by_name():
     with pytest.raises(ModelError, match="The example call 'decode' does not match"):
         at(ExampleCall(name="decode"), {"x": {0: "n"}})
 
 
-def test_examples_have_names_of_their_own():
+def test_examples_must_have_unique_names():
     unique_names([ExampleCall(name="prefill"), ExampleCall(name="decode")])
     with pytest.raises(UsageError, match="same name"):
         unique_names([ExampleCall(), ExampleCall()])

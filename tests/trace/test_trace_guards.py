@@ -1,4 +1,4 @@
-"""Dynamo's guards as the plan's: what a model reads becomes a guard that load checks; what has no rule is named."""
+"""Conversion of Dynamo's guards to the plan's; guards without a rule are reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HasOpaque(nn.Module):
         return x
 
 
-def test_a_fact_that_cannot_be_kept_is_named():
+def test_a_guard_that_cannot_be_stored_is_reported():
     with pytest.raises(TraceError) as caught:
         plan_of(HasOpaque(), torch.rand(3, 4))
     assert "table" in str(caught.value) or "Opaque" in str(caught.value)
@@ -81,13 +81,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", sorted(_KINDS))
-def test_every_kind_of_dynamo_has_a_rule_that_writes_a_guard(kind):
+def test_every_guard_type_of_dynamo_has_a_rule(kind):
     (guard,) = recorded(entry(kind, VALUES[_KINDS[kind]]))
     assert (guard.source, guard.kind) == ("self.thing", _KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", sorted(set(_WITH_ARGUMENT) - {"HASATTR"}))
-def test_kinds_with_an_argument_keep_it(kind):
+def test_guard_types_with_an_argument_keep_it(kind):
     argument, word = _WITH_ARGUMENT[kind]
     create = functools.partial(lambda **_: None, **{argument: "a"})
     (guard,) = recorded(entry(kind, {"a": 1}, create))
@@ -98,11 +98,11 @@ def test_kinds_with_an_argument_keep_it(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(_IMPLIED))
-def test_kinds_that_are_implied_leave_no_guard(kind):
+def test_implied_guard_types_add_no_guard(kind):
     assert recorded(entry(kind, object())) == ()
 
 
-def test_a_kind_without_a_rule_and_a_value_without_one_are_named():
+def test_unknown_guard_types_and_values_are_reported():
     with pytest.raises(TraceError, match=r"depends on 2 facts") as caught:
         recorded(entry("BRAND_NEW_MATCH", 1), entry("EQUALS_MATCH", object()), entry("EQUALS_MATCH", 1))
     text = str(caught.value)
@@ -111,7 +111,7 @@ def test_a_kind_without_a_rule_and_a_value_without_one_are_named():
     assert text.endswith("and warm again.")
 
 
-def test_guards_on_hooks_are_one_for_each_module():
+def test_each_module_without_hooks_has_one_hook_guard():
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     guards = [Guard(source=f"self.{m}.{n}", kind="empty", expected=True) for m in "ab" for n in names]
     other = Guard(source="self.a._forward_hooks", kind="empty", expected=False)
@@ -123,7 +123,7 @@ def scaled(factor):
     return lambda module, args, output: output * factor
 
 
-def test_hooks_of_parts_are_guarded_by_their_order_and_what_they_do(tmp_path):
+def test_hooks_of_submodules_are_guarded_by_order_and_code(tmp_path):
     def made(*factors):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval().requires_grad_(requires_grad=False)
         for factor in factors:
@@ -141,7 +141,7 @@ def test_hooks_of_parts_are_guarded_by_their_order_and_what_they_do(tmp_path):
             cgtool.load(made(*factors), cache_dir=tmp_path)
 
 
-def test_guards_of_a_call_are_told_from_those_of_the_model():
+def test_call_guards_and_model_guards_are_separated():
     ours = [Guard(source=s, kind="value", expected=1) for s in ("self.a", "global:m:a", "free:x", "arg:x", "arg:y.z")]
     model, call = split_guards(ours)
     assert [guard.source for guard in model] == ["self.a", "global:m:a", "free:x"]

@@ -1,4 +1,4 @@
-"""Hard little models: each call is served as eager serves it, or refused in a sentence, or warm says what is wrong."""
+"""Hard models: each call equals eager or is refused with a message, or warm reports what is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_calls_are_equal_to_eager_or_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_kept_is_said_at_warm(name, tmp_path):
+def test_unsupported_models_are_refused_at_warm(name, tmp_path):
     case = models.CASES[name]
     kind, _, words = str(case.fails).partition(": ")
     with pytest.raises(CgtoolError) as caught:
@@ -46,7 +46,7 @@ def test_what_cannot_be_kept_is_said_at_warm(name, tmp_path):
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_warming_changes_nothing_of_the_model(tmp_path):
+def test_warming_does_not_change_the_model(tmp_path):
     for name in ("CountsInBuffer", "ScattersIntoCache", "WritesToInput"):
         case = models.CASES[name]
         module, example = case.build(), case.example()
@@ -78,7 +78,7 @@ class CallsComposite(models.Base):
         return torch.ops.cgtool_hard_composite.scaled(self.linear(x))
 
 
-def test_an_op_composed_in_python_is_not_compiled_in(composite_op, tmp_path, monkeypatch):
+def test_an_op_implemented_in_python_is_not_inlined(composite_op, tmp_path, monkeypatch):
     module = CallsComposite().eval()
     config = cgtool.CompilationConfig(adaptor="inductor_standalone", jobs=0, proof=False)
     loaded = served(tmp_path, module, models.x(), config=config)

@@ -1,4 +1,4 @@
-"""What a model returns comes back as it was: containers, classes, sizes, constants; what cannot is named at warm."""
+"""Outputs: containers, classes, sizes and constants are rebuilt; the rest is refused at warm."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ RETURNED = [
 
 
 @pytest.mark.parametrize("make", RETURNED, ids=lambda make: make.__name__)
-def test_what_a_model_returns_comes_back(tmp_path, make):
+def test_a_loaded_model_returns_what_the_model_returns(tmp_path, make):
     model = Model(make)
     loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}})
     for rows in (3, 1, 2, 9):
         agree(loaded, model, torch.rand(rows, 4))
 
 
-def test_what_was_one_object_is_one_object(tmp_path):
+def test_outputs_that_are_the_same_object_stay_the_same_object(tmp_path):
     model = Model(one_tensor_twice)
     one, (other, third) = served(tmp_path, model, torch.rand(3, 4))(torch.rand(3, 4))
     assert one is other is third
@@ -183,7 +183,7 @@ def objects_that_are_there(model, x, y, extra):
     return y, extra, extra["held"], model.settings, model.table, model
 
 
-def test_what_is_there_already_comes_back_itself(tmp_path):
+def test_existing_objects_are_returned_themselves(tmp_path):
     model = Model(objects_that_are_there)
     model.settings = {"a": [1]}
     loaded = served(tmp_path, model, torch.rand(3, 4), {"held": Held(torch.rand(2))})
@@ -195,7 +195,7 @@ def test_what_is_there_already_comes_back_itself(tmp_path):
         model.table = torch.rand(4)
 
 
-def test_what_was_mutable_is_new_each_time(tmp_path):
+def test_mutable_containers_are_new_for_each_call(tmp_path):
     loaded = served(tmp_path, Model(a_list_in_a_tuple_in_a_dict), torch.rand(3, 4))
     first, second = loaded(torch.rand(3, 4)), loaded(torch.rand(3, 4))
     first[3].append("ours")
@@ -205,7 +205,7 @@ def test_what_was_mutable_is_new_each_time(tmp_path):
     assert loaded(torch.rand(3, 4))[3] == []
 
 
-def test_containers_of_what_was_passed_in_come_back_as_they_are(tmp_path):
+def test_containers_of_arguments_are_returned_unchanged(tmp_path):
     model = Model(lambda model, x, y, extra: (y, extra))
     extra = {"a": [torch.rand(2), None], "b": (1, "c")}
     loaded = served(tmp_path, model, torch.rand(3, 4), extra)
@@ -293,12 +293,12 @@ CANNOT = [
 
 
 @pytest.mark.parametrize(("make", "words"), CANNOT, ids=lambda case: getattr(case, "__name__", ""))
-def test_what_cannot_be_built_again_is_named_at_warm(make, words):
+def test_outputs_that_cannot_be_rebuilt_are_refused_at_warm(make, words):
     with pytest.raises(TraceError, match=words):
         plan_of(Model(make), torch.rand(3, 4), dynamic={"x": {0: "n"}})
 
 
-def test_a_number_taken_out_of_data_is_refused():
+def test_a_number_read_from_data_is_refused():
     with pytest.raises(SplitError, match=r"return y, extra.item\(\)\) .*return tensors"):
         plan_of(Model(data_as_a_number), torch.rand(3, 4), torch.tensor(3))
 
@@ -325,7 +325,7 @@ class Applied(nn.Module):
 
 
 @pytest.mark.parametrize(("function", "is_shown"), SHOWN)
-def test_a_stride_of_a_dimension_of_size_one_counts_where_the_output_shows_it(tmp_path, function, is_shown):
+def test_a_stride_of_a_dimension_of_size_one_is_guarded_if_an_output_depends_on_it(tmp_path, function, is_shown):
     model, part = Applied(function), torch.rand(2, 4)[::2]
     loaded = served(tmp_path, model, torch.rand(1, 4))
     if is_shown:

@@ -1,4 +1,4 @@
-"""What nothing can tell of later is refused as a model is warmed, and named."""
+"""Models whose changes no load could notice are refused at warm, by name."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class Plain(nn.Module):
         pytest.param(Method, r"Method\.factor is marked with assume_constant_result", id="constant method"),
     ],
 )
-def test_what_cannot_be_guarded_is_refused_by_name(model, words):
+def test_unguardable_code_is_refused_by_name(model, words):
     with pytest.raises(TraceError, match=words):
         plan_of(model(), torch.rand(3, 4))
 
 
 @pytest.mark.parametrize("name", ["__call__", "_wrapped_call_impl", "_call_impl"])
-def test_another_way_to_call_modules_is_refused_by_name(name, monkeypatch):
+def test_a_replaced_module_call_is_refused_by_name(name, monkeypatch):
     monkeypatch.setattr(nn.Module, name, lambda self, *args: self.forward(*args) * 2)
     with pytest.raises(TraceError, match=rf"torch\.nn\.Module\.{name} was replaced"):
         plan_of(Plain(), torch.rand(3, 4))
 
 
-def test_what_transformers_asks_of_the_machine_is_asked_again_at_load(tmp_path, monkeypatch):
+def test_transformers_probes_are_evaluated_again_at_load(tmp_path, monkeypatch):
     probes = pytest.importorskip("transformers.utils.import_utils")
     asked = probes.is_torch_distributed_available.__wrapped__
 

@@ -1,4 +1,4 @@
-"""Sizes: what the code asks of them is kept, said at refusal, and true of what is served."""
+"""Relations between sizes: stored, reported when a call violates them, and true of served calls."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_one_name_means_one_size(tmp_path):
             loaded(torch.rand(sizes[0], 3), torch.rand(sizes[1], 3))
 
 
-def test_equality_that_the_code_needs_is_a_relation_of_two_names(tmp_path):
+def test_equality_required_by_the_code_is_a_relation_of_two_names(tmp_path):
     model = Added()
     loaded = served(tmp_path, model, *XY, dynamic={"x": {0: ("n", 2, None)}, "y": {0: ("m", 2, None)}})
     agree(loaded, model, torch.rand(7, 3), torch.rand(7, 3))
@@ -157,7 +157,7 @@ class Cat(nn.Module):
         return torch.cat([x, y]).softmax(0)
 
 
-def test_equal_sizes_of_two_names_are_two_sizes(tmp_path):
+def test_equal_sizes_with_different_names_stay_independent(tmp_path):
     model = Cat()
     loaded = served(tmp_path, model, *XY, dynamic={"x": {0: "n"}, "y": {0: "m"}})
     for n, m in ((4, 4), (2, 9), (9, 2), (1, 5), (5, 1), (1, 1)):
@@ -175,7 +175,7 @@ class Pooled(nn.Module):
         return torch.tanh(self.layer(x)), x.sum(0), x.shape[0]
 
 
-def test_size_0_is_served_by_a_variant_of_its_own_where_asked_for(tmp_path):
+def test_size_0_gets_its_own_variant_if_requested(tmp_path):
     model = Pooled()
     loaded = served(tmp_path / "with", model, torch.rand(3, 4), dynamic={"x": {0: ("n", 0, None)}})
     for rows in (0, 1, 2, 9):
@@ -216,7 +216,7 @@ def test_an_example_with_gaps_in_memory_serves_calls_like_it_at_every_size(tmp_p
         loaded(torch.rand(5, 3, 4))
 
 
-def test_an_example_that_lies_transposed_serves_calls_like_it(tmp_path):
+def test_a_transposed_example_serves_calls_like_it(tmp_path):
     model = Gaps()
     loaded = served(tmp_path, model, torch.rand(4, 5).t(), dynamic=N)
     for rows in (1, 2, 9):
@@ -258,7 +258,7 @@ class DataSized(nn.Module):
         return x[: int(k.item())] * 2
 
 
-def test_a_size_that_an_argument_holds_is_read_as_the_call_runs(tmp_path):
+def test_a_size_in_an_argument_is_read_at_call_time(tmp_path):
     model = DataSized()
     loaded = served(tmp_path, model, torch.rand(8, 4), torch.tensor(3), dynamic=N)
     for rows, size in ((8, 3), (5, 0), (1, 1), (9, 12)):

@@ -1,4 +1,4 @@
-"""What Dynamo folds without a guard is guarded: classes and objects as they live, absence, identity, globals."""
+"""Guards on reads that Dynamo folds: classes, objects, absence, identity, globals."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_dynamo_folds_is_a_guard(warmed, name, monkeypatch):
+def test_reads_that_dynamo_folds_are_guarded(warmed, name, monkeypatch):
     change, words = CHANGES[name]
     model = Model().eval()
     change(model, monkeypatch)
@@ -120,7 +120,7 @@ def test_what_dynamo_folds_is_a_guard(warmed, name, monkeypatch):
     assert re.search(words, "\n".join(caught.value.reasons)), caught.value.reasons
 
 
-def test_what_no_code_names_is_no_guard(warmed, monkeypatch):
+def test_attributes_that_no_code_names_are_not_guarded(warmed, monkeypatch):
     model = Model().eval()
     model.plain.unheard_of = 1
     model.unheard_of = types.SimpleNamespace(a=1)
@@ -162,7 +162,7 @@ class Positioned(nn.Module):
         return self.table.sum(0)
 
 
-def test_a_limit_of_pythons_that_inductor_raises_is_no_fact_of_the_model(tmp_path):
+def test_the_recursion_limit_raised_by_inductor_is_not_guarded(tmp_path):
     model, x, usual = Positioned(), torch.rand(3, 4), sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(usual + 1000)
@@ -173,7 +173,7 @@ def test_a_limit_of_pythons_that_inductor_raises_is_no_fact_of_the_model(tmp_pat
         assert torch.equal(loaded(x), x.sum(0))
 
 
-def test_what_an_object_keeps_to_itself_is_guarded_where_it_lies(tmp_path):
+def test_attributes_hidden_by_a_lookup_are_guarded_in_the_instance_dict(tmp_path):
     model, x = Asking(), torch.ones(2)
     agree(served(tmp_path, model, x), model, x)
     vars(model.config)["width"] = 5
@@ -198,7 +198,7 @@ class Choosing(nn.Module):
         return MAKERS["silu"](x) if self.activation is None else self.activation(x)
 
 
-def test_a_dict_that_makes_what_it_gives_is_guarded_by_what_it_holds(tmp_path, monkeypatch):
+def test_a_dict_with_computed_items_is_guarded_by_its_stored_items(tmp_path, monkeypatch):
     model, x = Choosing(), torch.ones(2)
     agree(served(tmp_path, model, x), model, x)
     monkeypatch.setitem(MAKERS, "silu", nn.GELU)
@@ -221,7 +221,7 @@ class ReadingItself(Wrapping):
         return self.wrapped(x) * wrapped.scale  # noqa: F821 - a global that the test sets
 
 
-def test_a_script_may_give_what_is_compiled_the_models_name(tmp_path, monkeypatch):
+def test_a_script_may_rebind_the_models_name_to_the_compiled_model(tmp_path, monkeypatch):
     """`wrapped = cgtool.compile(wrapped)`: the `self.wrapped` of its forward is another thing than this global."""
     options, x = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}, torch.randn(2, 4)
     model = Wrapping().eval()
@@ -235,7 +235,7 @@ def test_a_script_may_give_what_is_compiled_the_models_name(tmp_path, monkeypatc
         assert torch.equal(cgtool.compile(model, example_args=(x,), **options)(x), model(x))
 
 
-def test_a_model_that_reads_itself_by_a_global_is_guarded_by_it(tmp_path, monkeypatch):
+def test_a_model_that_reads_itself_through_a_global_is_guarded(tmp_path, monkeypatch):
     options = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}
     model = ReadingItself().eval()
     monkeypatch.setattr(HERE, "wrapped", model, raising=False)

@@ -1,4 +1,4 @@
-"""What Dynamo traces in the place of what a model calls is Dynamo's own affair, and no fact about the model."""
+"""Functions that Dynamo substitutes for a model's calls are not guarded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model(nn.Module):
         return Output(hidden=self.linear(x) * found["scale"], options=found)
 
 
-def test_no_guard_speaks_of_dynamo_and_the_model_is_served(tmp_path):
+def test_no_guard_refers_to_dynamo_and_the_model_is_served(tmp_path):
     x = torch.ones(2, 4)
     plan = plan_of(Model(), x, extra=1).plan
     sources = [guard.source for variant in plan.variants for guard in variant.model_guards]
@@ -45,6 +45,6 @@ def test_no_guard_speaks_of_dynamo_and_the_model_is_served(tmp_path):
     agree(served(tmp_path / "cache", model, x, extra=1), model, x, extra=1)
 
 
-def test_ops_of_torchs_own_are_no_ones_to_register_otherwise():
+def test_torchs_own_ops_cause_no_note_on_registration():
     assert private.made_by_custom_op("prims::add")  # as torch makes them
     assert slow_ops(["prims.add.default", "aten.add"]) == ()

@@ -1,4 +1,4 @@
-"""Warms a model with the `eager` adaptor, in this process, and holds what was loaded to eager's word."""
+"""Warms a model with the `eager` adaptor in this process, and compares the loaded model with eager."""
 
 from __future__ import annotations
 
