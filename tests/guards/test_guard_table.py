@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def facts(model):
-    """Return guards as the tracer writes them, of every kind that models are full of, seen in `model` itself."""
+    """Return guards on `model` as the tracer records them, of every common kind."""
     roots = Roots(model, model.forward)
     name = __name__
     sources = [

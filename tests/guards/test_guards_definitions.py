@@ -136,7 +136,7 @@ class Colour(enum.Enum):
 
 @dataclasses.dataclass
 class Everything(abc.ABC):  # noqa: B024
-    """One of everything, to be told in two processes."""
+    """A class with every kind of member, to be compared in two processes."""
 
     size: int = 1
     names: frozenset[str] = frozenset({"a", "b", "c", "d"})

@@ -74,7 +74,7 @@ VALUES = st.recursive(
 
 
 def identical(one, other):
-    """Whether no program can tell two plain values apart."""
+    """Return whether no program can distinguish two plain values."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
@@ -83,7 +83,7 @@ def identical(one, other):
         return identical(list(one.items()), list(other.items()))
     if isinstance(one, (set, frozenset)):
         return sorted(map(repr, one)) == sorted(map(repr, other))
-    if isinstance(one, (float, complex, slice, range)):  # empty ranges are equal whatever they say
+    if isinstance(one, (float, complex, slice, range)):  # all empty ranges compare equal
         return repr(one) == repr(other)
     return one == other
 

@@ -32,7 +32,7 @@ def setters_of_c(module=torch._C, name="torch._C") -> Iterator[str]:
 
 
 def names_in(owner) -> list[str]:
-    """Return the attributes of a module; those of torch.backends stand in for the modules that they are made of."""
+    """Return the attributes of a module; objects of torch.backends replace the modules that they were built from."""
     return sorted({*dir(owner), *dir(type(owner)), *dir(vars(owner).get("m"))})
 
 
@@ -57,7 +57,7 @@ def switches_of_backends() -> Iterator[str]:
 
 
 def switches_of(owner, name: str) -> Iterator[str]:
-    """Yield what can be assigned to: attributes with a setter, and names that a `__setattr__` of torch's looks for."""
+    """Yield assignable names: attributes with a setter, and names that one of torch's `__setattr__` handles."""
     for attribute in names_in(owner):
         if any(hasattr(vars(kind).get(attribute), "__set__") for kind in type(owner).__mro__[:-2]):
             yield f"{name}.{attribute}"

@@ -92,7 +92,7 @@ NAMES = tuple({**private.SETTINGS, **dict.fromkeys(state.STATE_NAMES)})
 
 
 def conditions():
-    """Return {name: a function that looks at the condition which each call looks at}, for the state as it is now."""
+    """Return {name: function that evaluates the condition of each call}, for the current state."""
     found = {}
     for name in NAMES:
         code = Code("state")

@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make `change` each change of the module's features, `unchanged` each feature; the slow ones where asked for."""
+    """Parametrize `change` with the changes of the module's features, and `unchanged` with the features."""
     for name in {"change", "unchanged"} & set(metafunc.fixturenames):
         from soundness_harness import WAYS, cases  # imports torch
 

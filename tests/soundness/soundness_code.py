@@ -13,7 +13,7 @@ def reads(expression: str, **fields) -> Feature:
 
 
 def of_global(before: str, after: str, expression: str, **fields) -> Feature:
-    """Return a feature of a global: an assignment, and the one that takes its place."""
+    """Return a feature of a global: an assignment, and its replacement."""
     name, _, _ = before.partition(" = ")
     changes = {"edit": (before, after), "live": f"home.{after}", "names": name}
     return reads(expression, **{"head": before, **changes, **fields})

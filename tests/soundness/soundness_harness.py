@@ -1,14 +1,14 @@
 """Warms a project once, changes it in one way, starts it again, and classifies the outcome.
 
-The words for what came of it:
+The outcomes:
 
-    right     a hit that gives what eager gives
-    refused   a miss or a refusal, whose first reason names what changed
-    nameless  a miss or a refusal, whose first reason does not
-    wrong     a hit that gives something else
-    missed    a miss or a refusal before anything was changed
-    crash     an error that cgtool did not mean
-    unwarmed  the project could not be warmed, and should be
+    right     a hit that equals eager
+    refused   a miss or a refusal whose first reason names the change
+    nameless  a miss or a refusal whose first reason does not
+    wrong     a hit that does not equal eager
+    missed    a miss or a refusal before anything changed
+    crash     an unexpected error
+    unwarmed  the project could not be warmed, although it should be
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from cli_harness import server, torch_server
 from soundness_projects import PLACES, Feature, Place, write_project
 
 HERE = Path(__file__).parent
-#: What differs when the project starts again: a file, the live process (a class, the object, what the model is built
-#: from), the variables of the process, the context of a call.
+#: Changes before the project starts again: a file, the live process (a class, the object, or before the model is
+#: built), its environment variables, the context of a call.
 STARTS = ("edit", "live", "instance", "early", "environment", "context")
-#: What sees a change of the live process after `load`: `recheck()`, or each call where the configuration says so.
+#: Checks that detect a change of the live process after `load`: `recheck()`, or each call if so configured.
 LOOKS = ("recheck", "call")
-#: All changes. (Nothing is changed in the way `same`.)
+#: All changes. (The way `same` changes nothing.)
 WAYS = (*STARTS, *LOOKS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One change: of a feature, at a place, in a way."""
+    """A change of a feature, at a place, in a way."""
 
     name: str
     feature: Feature
@@ -56,7 +56,7 @@ class Case:
         return f"{self.name}-{self.place}-{self.way}"
 
     def is_named_by(self, reason: str) -> bool:
-        """Return whether a reason names what changed; for an edit, the name of the file will do."""
+        """Return whether a reason names the change; for an edit, the name of the file suffices."""
         place = PLACES[self.place]
         names = [self.feature.names.replace("Holder", place.holder)]
         if self.way == "edit":
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a change, and the sentence or the numbers that show it."""
+    """The outcome of a change, and the message or the values that show it."""
 
     word: str
     shown: str
@@ -89,7 +89,10 @@ def cases(features: Mapping[str, Feature], ways: Collection[str] = WAYS, *, slow
         plain = {"same", "edit"} if set(ways_there) > {"same", "edit"} else set()
         plain |= {"live" if feature.live else "instance"} & set(ways_there)
         for place, way in itertools.product(feature.places, ways_there):
-            if way in ways and (place, way) != ("helper", "early"):  # that object is made as its module is imported
+            if way in ways and (place, way) != (
+                "helper",
+                "early",
+            ):  # that object is created when its module is imported
                 case = Case(name=name, feature=feature, place=place, way=way)
                 every = 16 if way == "same" and looks in ways_there else 3 if way in plain else 1
                 sampled = way == looks if way in LOOKS else not number % every
@@ -144,7 +147,7 @@ def test_an_unchanged_project_is_a_hit(unchanged):
 
 
 def _done(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of a project that started at all; one that did not is a fault of the feature."""
+    """Return the answer of a project; one that did not start is an error in the feature."""
     if answer["outcome"] == "broken":
         raise ValueError(answer["reason"])
     return answer
@@ -156,7 +159,7 @@ def _named(reason: str, case: Case) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """A project that was warmed, its cache, and what `warm` said."""
+    """A warmed project, its cache, and the result of `warm`."""
 
     folder: Path
     cache: Path
@@ -211,7 +214,7 @@ def request_of(place: Place, folder: Path, cache: Path) -> dict[str, Any]:
 
 
 def edit(app: Path, feature: Feature, place: Place) -> None:
-    """Replace in a file what the feature says."""
+    """Make the feature's edit in a file."""
     assert feature.edit is not None
     *file, old, new = (part.replace("Holder", place.holder) for part in feature.edit)
     path = app / (file[0] if file else f"{place.home}.py")
@@ -221,7 +224,7 @@ def edit(app: Path, feature: Feature, place: Place) -> None:
 
 
 class Zygote:
-    """A process that forks a child for each request, and is itself forked off one that has imported torch."""
+    """A process that forks a child for each request, itself forked from a process that has imported torch."""
 
     def __init__(self, kind: str) -> None:
         variables = {**os.environ, "SOUND_SET": "slow"}  # every other variable of the features is unset at first
@@ -247,7 +250,7 @@ def zygote(kind: str) -> Zygote:
 
 
 def scratch_folder() -> Path:
-    """Return a new folder that goes when this process ends."""
+    """Return a new folder that is removed when this process ends."""
     return Path(tempfile.mkdtemp(dir=_scratch()))
 
 

@@ -8,14 +8,14 @@ SENTINEL = "class Sentinel:\n    pass\n\nMISSING = Sentinel()\n"
 
 
 def become_one(made: str, **fields) -> Feature:
-    """Return a feature of two objects in whose places one comes to stand."""
+    """Return a feature of two objects that are replaced by one."""
     changes = {"edit": (f"self.two = {made}", "self.two = self.one"), "instance": "it.two = it.one"}
     init, probe = f"self.one = {made}\nself.two = {made}", "3.0 if it.one is it.two else 2.0"
     return Feature(**{"init": init, "probe": probe, "names": "one|two", **changes, **fields})
 
 
 def become_two(made: str, **fields) -> Feature:
-    """Return a feature of one object in whose places two come to stand."""
+    """Return a feature of one object that is replaced by two."""
     changes = {"edit": ("self.two = self.one", f"self.two = {made}"), "instance": f"it.two = {made}"}
     init, probe = f"self.one = {made}\nself.two = self.one", "2.0 if it.one is it.two else 3.0"
     return Feature(**{"init": init, "probe": probe, "names": "one|two", **changes, **fields})

@@ -23,7 +23,7 @@ EDITABLE = {
 
 
 def of_deeper(expression: str, **fields) -> Feature:
-    """Return a feature of a module `deeper`; without another edit, its FACTOR takes another value."""
+    """Return a feature of a module `deeper`; the default edit changes its FACTOR."""
     return reads(expression, **{"files": DEEPER, "edit": DEEPER_EDIT, "names": "FACTOR|deeper"} | fields)
 
 

@@ -38,7 +38,7 @@ def asks(condition: str, live: str = "", names: str = "", head: str = "", **fiel
 
 
 def refused(condition: str, head: str, names: str) -> Feature:
-    """Return a feature that `warm` refuses, because each process gives another answer."""
+    """Return a feature that `warm` refuses, because the answer differs in each process."""
     return asks(condition, head=head, names=names, refused=True)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the object lies that traced code asks.
+    """The place of the object that traced code reads.
 
     Args:
         holder: The object's class.
@@ -55,7 +55,7 @@ PLAIN = tuple(name for name, place in PLACES.items() if not place.is_module)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Feature:
-    """Something that a compiled graph may rest on, and the ways to change it.
+    """A fact that a compiled graph may depend on, and the ways to change it.
 
     Args:
         probe: The question that `forward` asks of `it`: an expression, or lines that return.
@@ -103,9 +103,9 @@ class Feature:
 
 
 def held(name: str, before: str, after: str, probe: str, in_place: str = "", **fields) -> Feature:
-    """Return a feature of what `it` holds under a name: another value takes its place, or it is changed in place.
+    """Return a feature of an attribute of `it`: its value is replaced, or changed in place.
 
-    Without a value to take its place, no file is edited.
+    Without a new value, no file is edited.
     """
     made = f"self.{name} = {before}"
     changes = {
@@ -116,7 +116,7 @@ def held(name: str, before: str, after: str, probe: str, in_place: str = "", **f
 
 
 def of_class(before: str, after: str, probe: str, **fields) -> Feature:
-    """Return a feature of an attribute of the class: an assignment, and the one that takes its place."""
+    """Return a feature of an attribute of the class: an assignment, and its replacement."""
     name, _, _ = after.partition(" = ")
     changes = {"edit": (before, after), "live": f"Holder.{after}", "names": f"{name}|Holder"}
     return Feature(**{"body": before, "probe": probe, **changes, **fields})

@@ -8,7 +8,7 @@ MODEL = ("model",)
 
 
 def argument(probe: str, live: str, names: str, **fields) -> Feature:
-    """Return a feature of the tensor `x` that `forward` is given."""
+    """Return a feature of the tensor `x` passed to `forward`."""
     return Feature(probe="2.0", result=f"x * ({probe})", live=live, names=names, places=MODEL, **fields)
 
 

@@ -27,9 +27,9 @@ import torch
 import cgtool
 from cgtool.errors import CgtoolError
 
-#: What hangs is ended.
+#: The deadline of a child.
 SECONDS = 120
-#: Traces alone: nothing is compiled.
+#: Only traces: nothing is compiled.
 CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0, proof=False)
 
 
@@ -51,7 +51,7 @@ class Scale(torch.nn.Module):
 
 
 def warm(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the project's model into the cache, and answer what eager gives."""
+    """Compile the project's model into the cache, and return eager's result too."""
     serve = _project(request)
     model, args = serve.build(), serve.arguments()
     with torch.no_grad():
@@ -65,10 +65,10 @@ def warm(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Start the changed project from the cache, and answer what it gives beside what eager gives.
+    """Start the changed project from the cache, and return its result and eager's.
 
-    `early` runs before the model is built, `live` after it, `late` after `load` and a first call; what `looks` at the
-    model again is `recheck` then, or the call.
+    `early` runs before the model is built, `live` after it, `late` after `load` and a first call; `looks` is what then
+    checks the model again: `recheck` or the call.
     """
     _set(request["environment"])
     serve = _project(request)
@@ -125,7 +125,7 @@ def command(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(error: Exception) -> dict[str, Any]:
-    """Return what an error says first, and whether cgtool meant it."""
+    """Return an error's first reason, and whether cgtool raised it deliberately."""
     if isinstance(error, CgtoolError) and "fault of cgtool" not in str(error):
         reasons = getattr(error, "reasons", None) or (str(error),)
         return {"outcome": "refused", "kind": type(error).__name__, "reason": str(reasons[0])}
@@ -133,7 +133,7 @@ def refusal(error: Exception) -> dict[str, Any]:
 
 
 def eager(model: torch.nn.Module, args: tuple[Any, ...]) -> str:
-    """Return what the model gives as it is now."""
+    """Return the result of the model as it is now."""
     try:
         return described(model(*args))
     except Exception as error:  # noqa: BLE001 - a program that fails is an answer, too
@@ -141,7 +141,7 @@ def eager(model: torch.nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def described(value: Any) -> str:
-    """Return a text that two outputs share when nobody can tell them apart: -0.0 is not 0.0, and 1 is not True."""
+    """Return a text that is equal for indistinguishable outputs: -0.0 is not 0.0, and 1 is not True."""
     if isinstance(value, torch.Tensor):
         facts = [type(value).__name__, str(value.dtype), str(value.device), tuple(value.shape), value.stride()]
         return repr((*facts, value.requires_grad, value.detach().tolist()))
@@ -197,13 +197,13 @@ def main() -> None:
             importlib.import_module("torch.distributed.tensor.experimental")  # by Dynamo, for any call of a function
             cgtool.compile(Scale().eval(), example_args=(torch.ones(4),), cache_dir=folder, config=CONFIG)
             torch.compiler.reset()
-            gc.collect = lambda *_: 0  # Dynamo collects after each frame: 25 ms where nothing was collected before
+            gc.collect = lambda *_: 0  # Dynamo collects after each frame, which takes 25 ms here
         else:
             with contextlib.suppress(cgtool.CacheMissError):
                 cgtool.load(torch.nn.Identity().eval(), cache_dir=folder)
-    os.fsync = lambda descriptor: None  # a warm calls it thirty times, and no test here cuts the power
+    os.fsync = lambda descriptor: None  # a warm calls it thirty times, and durability is not tested here
     gc.freeze()
-    gc.disable()  # a child lives for a moment, and each look at what it inherited copies pages
+    gc.disable()  # children are short-lived, and visiting inherited objects copies pages
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(fork(jobs[request["job"]], request)) + "\n")

@@ -103,7 +103,7 @@ def warm(project: Path, cache: Path, **environment: str) -> dict[str, Any]:
 
 @functools.cache
 def warmed(name: str, place: str) -> Path:
-    """Return the folder of a project that the command line warmed, and of its cache."""
+    """Return the folder of a project warmed from the command line, and of its cache."""
     folder = scratch_folder()
     write_project(FEATURES[name], PLACES[place], folder / "project")
     (folder / "project" / "app" / "unrelated.py").write_text("VALUE = 1\n")

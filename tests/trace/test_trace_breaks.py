@@ -133,7 +133,7 @@ def test_data_dependent_values_can_be_computed_with(tmp_path, body):
 
 
 def shown_line(text, function):
-    """Whether a message shows file:line, in function: and the line's text, of the function or of who calls it."""
+    """Return whether a message shows file:line, in function, and the line's text, of the function or its caller."""
     lines, start = inspect.getsourcelines(function)
     for number, line in re.findall(rf"{re.escape(__file__)}:(\d+), in \w+: (.*)", text):
         here = int(number) - start
@@ -386,7 +386,7 @@ def test_a_failed_trace_does_not_affect_the_next(tmp_path):
     model = Model(lambda model, y: y * math.pi)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Guards may run slower")  # Dynamo says so of Python 3.13.0
+        warnings.filterwarnings("ignore", "Guards may run slower")  # Dynamo warns on Python 3.13.0
         agree(served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}}), model, torch.rand(5, 4))
 
 

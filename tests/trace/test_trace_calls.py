@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 class Decoder(nn.Module):
-    """Prefill over a whole prompt, decode of one token with what it has kept."""
+    """Prefill over a whole prompt, and decode of one token with the cached states."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ def test_an_op_made_with_custom_op_works_with_a_note(tmp_path):
 
 
 class Counting(nn.Module):
-    """Writes to a buffer, which is an inference tensor where the model was made under that mode."""
+    """Writes to a buffer, which is an inference tensor if the model was created in inference mode."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def test_a_model_is_compiled_and_loaded_under_inference_mode(tmp_path, made):
 
 
 class Scaling:
-    """An argument of the user's own; its `repr` shows an address."""
+    """A user-defined argument, whose `repr` contains an address."""
 
     def __init__(self, gain):
         self.gain = gain
@@ -220,7 +220,7 @@ def test_an_object_argument_is_identified_by_its_content_not_its_address(tmp_pat
     def spec(gain, other=1.0):
         return spec_of(Scaled(), torch.rand(3), Scaling(gain), {torch.float32: Scaling(other)})
 
-    first = spec(2.0)  # alive throughout, so that no other object comes to lie there
+    first = spec(2.0)  # kept alive, so that no other object gets its address
     with torch.no_grad():
         warm(first, config=EAGER, cache_dir=tmp_path)
         assert warm(spec(2.0), config=EAGER, cache_dir=tmp_path, check=True).hit

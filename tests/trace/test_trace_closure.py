@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """Write modules into a folder that imports look in; what they were imported as is forgotten afterwards."""
+    """Write modules into a folder on the import path; their imports are undone afterwards."""
     folder = tmp_path / "project"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -109,7 +109,7 @@ def test_a_package_installed_into_a_user_folder_is_a_distribution(project):
 
 
 def test_an_editable_install_is_user_code(project, monkeypatch, tmp_path):
-    """As PEP 660 has it: a finder maps the name to a folder that is on no path."""
+    """An editable install as in PEP 660: a finder maps the name to a folder outside the import path."""
     project(root="import inplace")
     package = tmp_path / "checkout" / "inplace"
     package.mkdir(parents=True)

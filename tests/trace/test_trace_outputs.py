@@ -59,7 +59,7 @@ class Colour(enum.Enum):
 
 
 class Model(nn.Module):
-    """Returns whatever a function makes of a tensor, what was computed from it, and a constant."""
+    """Returns the result of a function of a tensor, a value computed from it, and a constant."""
 
     def __init__(self, make):
         super().__init__()

@@ -89,7 +89,7 @@ class AtLeast(nn.Module):
 
 
 class NextPowerOfTwo(nn.Module):
-    """Pads without int.bit_length(), which makes Dynamo take each size for a number of its own."""
+    """Pads without int.bit_length(), which makes Dynamo specialize each size."""
 
     def forward(self, x):
         n = x.shape[0] - 1
@@ -165,7 +165,7 @@ def test_equal_sizes_with_different_names_stay_independent(tmp_path):
 
 
 class Pooled(nn.Module):
-    """Works on rows of any number, none included."""
+    """Works on any number of rows, including none."""
 
     def __init__(self):
         super().__init__()

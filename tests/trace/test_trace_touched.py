@@ -148,7 +148,7 @@ class Asking(nn.Module):
 
 
 class Positioned(nn.Module):
-    """A cache that counts: Dynamo traces `inspect.unwrap` on the way, which asks for the recursion limit."""
+    """A counting cache: Dynamo traces `inspect.unwrap` in it, which reads the recursion limit."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class ReadingItself(Wrapping):
 
 
 def test_a_script_may_rebind_the_models_name_to_the_compiled_model(tmp_path, monkeypatch):
-    """`wrapped = cgtool.compile(wrapped)`: the `self.wrapped` of its forward is another thing than this global."""
+    """`wrapped = cgtool.compile(wrapped)`: `self.wrapped` in its forward is not this global."""
     options, x = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}, torch.randn(2, 4)
     model = Wrapping().eval()
     monkeypatch.setattr(HERE, "wrapped", model, raising=False)
@@ -231,7 +231,7 @@ def test_a_script_may_rebind_the_models_name_to_the_compiled_model(tmp_path, mon
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
         assert torch.equal(cgtool.load(model, **options)(x), model(x))
-        x = torch.randn(5, 4)  # traced while the name means what was compiled
+        x = torch.randn(5, 4)  # traced while the name refers to the compiled model
         assert torch.equal(cgtool.compile(model, example_args=(x,), **options)(x), model(x))
 
 

@@ -23,7 +23,7 @@ class Output:
 
 
 class Model(nn.Module):
-    """Makes a dataclass and updates a dict: Dynamo traces functions of its own for both."""
+    """Creates a dataclass and updates a dict: Dynamo substitutes its own functions for both."""
 
     def __init__(self):
         super().__init__()

@@ -27,7 +27,7 @@ def spec_of(module, *args, dynamic=None, calls=None, method="forward", **kwargs)
 
 
 def plan_of(module, *args, **options):
-    """Return what tracing and splitting a model give."""
+    """Trace and split a model."""
     with torch.no_grad():
         return stitch(spec_of(module, *args, **options), None, lambda _: None)
 
@@ -40,7 +40,7 @@ def served(root: Path, module, *args, config=EAGER, **options):
 
 
 def agree(loaded, method, *args, **kwargs):
-    """Hold one call to eager's word, and return what the model returned."""
+    """Assert that a call equals eager, and return its result."""
     theirs, ours = copy.deepcopy((args, kwargs)), copy.deepcopy((args, kwargs))
     with torch.no_grad():
         expected = method(*theirs[0], **theirs[1])
@@ -74,7 +74,7 @@ def outcome(eager: nn.Module, loaded: Any, make: Callable[[], ExampleCall]) -> s
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Hold two values to be of one structure, of equal types, and their tensors equal with their strides."""
+    """Assert that two values have the same structure and types, and tensors with equal values and strides."""
     have, have_spec = pytree.tree_flatten(got)
     want, want_spec = pytree.tree_flatten(expected)
     assert have_spec == want_spec
