@@ -486,4 +486,4 @@ def _changed_message(guard: Guard, actual: Json) -> str:
         return f"{changed_words(guard.source, guard.kind, guard.expected, actual, when=' when this was compiled')}."
     except (AttributeError, LookupError, TypeError, ValueError):  # a value that this kind never has: an edited plan
         name, expected = source_words(guard.source), str(guard.expected)[:80]
-        return f"The plan expects {expected} of {name}, which is not possible; the plan was changed by hand."
+        return f"The plan expects {expected} of {name}, which this guard can never see; the plan was changed."
