@@ -1,7 +1,6 @@
-"""The public API of cgtool, each name loaded when it is first used.
+"""The public API of cgtool, with every name imported on first use.
 
-Must not import torch, nor anything that does: `import cgtool` costs a few milliseconds, and every command that needs no
-compiler starts through it.
+Must not import torch, directly or indirectly: every command imports this package, and most need no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cgtool.adaptor_registry import register_adaptor
-    from cgtool.api import compile, load  # noqa: A004  the name that a user of torch.compile looks for
+    from cgtool.api import compile, load  # noqa: A004  named like torch.compile
     from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface
     from cgtool.config import CompilationConfig
     from cgtool.config_values import CompilationLevel, CUDAGraphMode
@@ -77,7 +76,7 @@ __all__ = [
     "support_torch_compile",
 ]
 
-#: Where each public name lives.
+#: The module of each public name.
 _HOMES = {
     "AttentionCGSupport": "cgtool.serving.modes",
     "BatchDescriptor": "cgtool.serving.forward_context",
@@ -117,8 +116,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from where it lives, once."""
-    import importlib  # kept out of start-up, as everything below is
+    """Import a public name on first use."""
+    import importlib  # these imports are lazy, too, so that `import cgtool` stays cheap
 
     from cgtool.host import gc_paused
 

@@ -1,4 +1,4 @@
-"""`python -m cgtool`: the command line, for where its script is not on the path."""
+"""`python -m cgtool`: the command line, for environments where the `cgtool` script is not on PATH."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The library's two functions: `load` a model from the cache, and `compile` it, from the cache where it can be.
+"""`load` and `compile`: the library's two entry points.
 
-compile = hit → load, or else miss → warm → load
+`load` never traces or compiles. `compile` loads on a cache hit; on a miss it warms the cache first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: `Otherwise`, which most programs do without.
+#: The values of `cgtool.runtime.otherwise.Otherwise`; that module is rarely needed, so it is imported lazily.
 _OTHERWISE = ("raise", "eager", "warm", "background")
 
 
@@ -53,55 +53,57 @@ def load(
     cache: Literal["static"] | None = None,
     cache_length: int | None = None,
 ) -> Callable[..., Any]:
-    """Return a callable that runs `module` from what was compiled for it; nothing is traced.
+    """Load a compiled model from the cache, without tracing or compiling.
 
-    Entries of the adaptors `aot_inductor` and `eager` open with torch alone. Artifacts of the others import Inductor,
-    which on the CPU builds the C++ of its kernels again where torch's own cache folder does not hold them.
+    Artifacts of the adaptors `aot_inductor` and `eager` load with torch alone. Artifacts of other adaptors import
+    Inductor, which on the CPU rebuilds its C++ kernels if torch's own cache folder does not hold them.
 
     Args:
-        module: The model, built and in evaluation mode, or a bound method of it, such as `model.encode`, or a function.
-            Its weights may be loaded before or after.
-        config: What the entry must have been compiled with; None takes the newest entry that fits.
-        cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
-        prefix: Which compiled part of the model; None takes the name of a bound method, else "backbone".
-        rank: Which process of a model-parallel group; None takes the environment's word.
-        trusted_keys: Files and folders of public keys, one of which must have signed the entry; none takes the
-            configuration's and `CGTOOL_TRUSTED_KEYS`.
-        otherwise: What a call gets that nothing in the entry serves: "raise" or "eager", as `compile` has them.
-        cache: "static" for a causal language model of transformers that was warmed with `--cache static`.
-        cache_length: How many tokens its cache holds; None takes the entry that was warmed last.
+        module: The model, built and in evaluation mode, a bound method of it such as `model.encode`, or a function.
+            Weights may be loaded before or after this call.
+        config: The configuration the entry must have been compiled with. None accepts the newest matching entry.
+        cache_dir: The root of the cache. Defaults to the configuration's `cache_dir`, then `CGTOOL_CACHE_DIR`, then
+            the user's cache folder.
+        prefix: The compiled part of the model. Defaults to the name of a bound method, else "backbone".
+        rank: The rank in the model-parallel group. Defaults to the rank in the environment.
+        trusted_keys: Files and folders of public keys, one of which must have signed the entry. Defaults to the
+            configuration's `trusted_keys`, then `CGTOOL_TRUSTED_KEYS`.
+        otherwise: What to do with a call that the entry does not cover: "raise" or "eager", as for `compile`.
+        cache: "static" for a transformers causal language model warmed with `--cache static`.
+        cache_length: The length of the static cache, in tokens. None takes the entry that was warmed last.
 
     Returns:
-        A callable that takes what the model's method takes and returns what it returns. With a static cache it is a
-        copy of the model that shares its weights: `generate()` on it runs what was compiled.
+        A callable with the signature and return value of the model's method. With a static cache, a copy of the
+        model that shares its weights and whose `generate()` runs the compiled code.
 
     Raises:
-        UsageError: `otherwise` would have to compile, or there is no such `cache`.
-        ConfigError: `config` is no configuration.
-        ModelError: It is no model, or none that has such a cache.
-        CacheMissError: No entry fits; `reasons` says why, the most telling first.
-        RefusedError: An entry fits, and is not signed as it must be, or others own it or may write to it.
-        CacheCorruptError: What the entry holds differs from its digests.
+        UsageError: `otherwise` would require compiling, or `cache` is unknown.
+        ConfigError: `config` is not a `CompilationConfig`.
+        ModelError: `module` cannot be compiled, or does not support a static cache.
+        CacheMissError: No entry matches; `reasons` lists why, most relevant first.
+        RefusedError: An entry matches but is not trusted: it lacks a required signature, or other users own it or
+            can write to it.
+        CacheCorruptError: The entry's files do not match their digests.
         CacheSchemaError: The cache was written by another version of cgtool.
-        ArtifactError: An artifact cannot be opened here. One that no call has chosen yet is opened by the first that
-            does, which raises this then.
-        GuardError: A tensor of the model is of another make than when it was compiled.
-        RemoteError: A store that is required fails.
+        ArtifactError: An artifact cannot be opened on this machine. Artifacts are opened on first use, so a later
+            call may raise this, too.
+        GuardError: A tensor of the model had a different dtype, shape or layout when it was compiled.
+        RemoteError: A required remote store failed.
     """
     if config is not None:
-        from cgtool.config import checked_config  # most programs give none
+        from cgtool.config import checked_config  # imported lazily: most programs pass none
 
         if _compiles_nothing(checked_config(config)):
-            return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
+            return module  # type: ignore[no-any-return]
     if environment().disable_cache or (config is not None and config.disable_cache):
         msg = (
-            "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be loaded from it. "
-            "Switch it on, or call cgtool.compile, which compiles in this process then."
+            "The cache is switched off (CGTOOL_DISABLE_CACHE or disable_cache), so there is nothing to load. Switch "
+            "it on, or call cgtool.compile, which then compiles in this process."
         )
         raise CacheMissError(msg, reasons=("the cache is switched off",))
     check_otherwise(otherwise)
     if otherwise not in {"raise", "eager"}:
-        msg = f"cgtool.load compiles nothing, so otherwise={otherwise!r} is not for it: call cgtool.compile."
+        msg = f"cgtool.load never compiles, so it does not support otherwise={otherwise!r}. Call cgtool.compile."
         raise UsageError(msg, path="otherwise", expected=["raise", "eager"], actual=otherwise)
     if cache_dir is None and config is not None:
         cache_dir = config.cache_dir or None
@@ -110,94 +112,89 @@ def load(
         static = _static_cache(cache)
         step = static.StaticCacheStep(static.checked(module))
         accept = functools.partial(static.length_refused, cache_length)
+        prefix = prefix or static.PREFIX
         with gc_paused():
-            place = prefix or static.PREFIX
-            loaded = _load_from(step, config, layout, place, rank=rank, trust=trust, accept=accept)
-        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # its module is Any here
-    module, method, prefix = _part(module, prefix)
+            loaded = _load_from(step, config, layout, prefix, rank=rank, trust=trust, accept=accept)
+        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # `static` is Any
+    module, method, prefix = _resolve_method(module, prefix)
     with gc_paused():
         loaded = _load_from(module, config, layout, prefix, rank=rank, trust=trust)
-    return loaded if otherwise == "raise" else _any_call(module, method, otherwise, loaded=loaded)
+    return loaded if otherwise == "raise" else _with_fallback(module, method, otherwise, loaded=loaded)
+
+
+def check_otherwise(otherwise: object) -> None:
+    """Raise a `UsageError` unless `otherwise` is one of the values of `Otherwise`."""
+    if otherwise not in _OTHERWISE:
+        msg = f"otherwise must be one of {', '.join(map(repr, _OTHERWISE))}, not {otherwise!r}."
+        raise UsageError(msg, path="otherwise", expected=_OTHERWISE, actual=otherwise)
 
 
 def _static_cache(cache: str) -> Any:
-    """Return the module that knows caches of transformers; a UsageError or a ModelError where there is none."""
+    """Import `cgtool.runtime.static_cache`, which needs transformers."""
     if cache != "static":
         raise UsageError(f"There is no cache {cache!r}. Write cache='static'.", path="cache", actual=cache)
     try:
-        from cgtool.runtime import static_cache  # needs transformers, which most programs do without
+        from cgtool.runtime import static_cache
     except ModuleNotFoundError as error:
-        msg = f"A static cache is for models of transformers, and {error.name} is not installed."
+        msg = f"A static cache is for models of transformers, and {error.name} is not installed. Install it."
         raise ModelError(msg, path="cache") from error
     return static_cache
 
 
-def check_otherwise(given: object) -> None:
-    """Check what was given as `otherwise`.
-
-    Raises:
-        UsageError: There is no such way.
-    """
-    if given not in _OTHERWISE:
-        msg = f"otherwise is {given!r}; it is one of {', '.join(map(repr, _OTHERWISE))}."
-        raise UsageError(msg, path="otherwise", expected=_OTHERWISE, actual=given)
-
-
-def _any_call(module: Any, method: str, otherwise: Otherwise, **more: Any) -> AnyCall:
-    # Most programs have every other call refused.
+def _with_fallback(module: Any, method: str, otherwise: Otherwise, **options: Any) -> AnyCall:
+    # imported lazily: otherwise="raise" is the common case
     from cgtool.runtime._torch import eager_call
     from cgtool.runtime.otherwise import AnyCall
 
-    own = getattr(module, method)
-    return AnyCall(module, eager_call(module) if method == "forward" else own, own.__qualname__, otherwise, **more)
+    bound = getattr(module, method)
+    eager = eager_call(module) if method == "forward" else bound
+    return AnyCall(module, eager, bound.__qualname__, otherwise, **options)
 
 
-def _example(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an example call; a UsageError where it is written as something else, such as the tensor itself."""
+def _check_example(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the example call, or raise a UsageError, for instance where a tensor stands in place of the tuple."""
     args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
     if not isinstance(args, (tuple, list)):
-        msg = (
-            f"example_args is of the type {type(args).__qualname__}. Give a tuple, such as (x,) for the call model(x)."
-        )
-        raise UsageError(msg, path="example_args", expected="tuple", actual=type(args).__qualname__)
+        kind = type(args).__qualname__
+        msg = f"example_args must be a tuple, such as (x,) for the call model(x), not {kind}."
+        raise UsageError(msg, path="example_args", expected="tuple", actual=kind)
     if not isinstance(kwargs, Mapping):
         kind = type(kwargs).__qualname__
-        msg = f'example_kwargs is of the type {kind}. Give a dict, such as {{"x": x}} for the call model(x=x).'
+        msg = f'example_kwargs must be a dict, such as {{"x": x}} for the call model(x=x), not {kind}.'
         raise UsageError(msg, path="example_kwargs", expected="dict", actual=kind)
     return tuple(args), dict(kwargs)
 
 
-def _part(module: Any, prefix: str | None) -> tuple[Any, str, str]:
-    """Return the model, the method that is compiled, and the prefix.
+def _resolve_method(module: Any, prefix: str | None) -> tuple[Any, str, str]:
+    """Return the model, the name of the method to compile, and the prefix.
 
-    What was handed over may be a bound method, or a function: that is the forward of a model without weights.
+    A function is compiled as the `forward` of a model without weights.
     """
     if isinstance(module, FunctionType):
-        from cgtool.runtime.function import FunctionModel  # most programs hand over a model
+        from cgtool.runtime.function import FunctionModel  # imported lazily: most programs pass a model
 
         return FunctionModel(module), "forward", prefix or DEFAULT_PREFIX
     if not isinstance(module, MethodType):
-        return _checked(module), "forward", prefix or DEFAULT_PREFIX
+        return _check_module(module), "forward", prefix or DEFAULT_PREFIX
     method = module.__name__
     default = DEFAULT_PREFIX if method == "forward" else method.strip("_")
-    return _checked(module.__self__), method, prefix or default
+    return _check_module(module.__self__), method, prefix or default
 
 
-def _checked(module: Any) -> nn.Module:
-    """Return a model that can be compiled; a ModelError where it cannot."""
+def _check_module(module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
-        why = "cgtool compiles a torch.nn.Module, a method of one, or a function: write a function that calls it"
+        advice = "cgtool compiles a torch.nn.Module, a method of one, or a function: wrap it in a function"
     elif isinstance(module, torch.jit.ScriptModule):
-        why = "TorchScript has its own code, which Dynamo does not trace: hand over the model that it was made from"
+        advice = "Dynamo does not trace TorchScript: pass the model that it was made from"
     elif "_orig_mod" in module.__dict__.get("_modules", ()):
-        why = "torch.compile would compile it once more: hand over the model itself, its _orig_mod"
+        advice = "torch.compile would compile it again: pass the model itself, its _orig_mod"
     elif isinstance(module, nn.parallel.DistributedDataParallel):
-        why = "It is for training, and Dynamo does not trace what it does around a call: hand over its module"
+        advice = "It is for training, and Dynamo does not trace what it does around a call: pass its module"
     else:
         model: nn.Module = module
         return model
     kind = type(module).__qualname__
-    raise ModelError(f"The model is of the type {kind}. {why}.", path="module", actual=kind)
+    raise ModelError(f"The model is a {kind}. {advice}.", path="module", actual=kind)
 
 
 def _compiles_nothing(config: CompilationConfig) -> bool:
@@ -223,7 +220,7 @@ def _load_from(
     except CacheMissError:
         if hash_ is not None or not (environment().variables.get("CGTOOL_REMOTE") or (config and config.remote)):
             raise
-        from cgtool.remote.remotes import Remotes  # what is in the cache needs no store
+        from cgtool.remote.remotes import Remotes  # imported lazily: a hit needs no remote store
 
         remotes = Remotes.of(layout, config, trust)
         pulled = remotes.find(lambda: finder.find(accept), finder.lookup, finder.fits, rank=rank, prefix=prefix)
@@ -237,7 +234,7 @@ def _load_from(
 
 
 def _open_artifact(adaptor: str, data: bytes, graph: PieceGraph) -> Boxed:
-    # Inductor's own artifacts need Inductor: seconds to import, and only for an entry that holds them.
+    # Artifacts of Inductor's own adaptors import Inductor, which takes seconds.
     from cgtool.compiler.adaptors.interface import get_adaptor
 
     return get_adaptor(adaptor).load(data, graph)
@@ -256,79 +253,86 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
     cache: Literal["static"] | None = None,
     cache_length: int | None = None,
 ) -> Callable[..., Any]:
-    """Return a callable that runs `module` compiled: from the cache, or else compiled now and stored there.
+    """Compile a model, or load it from the cache if it was compiled before.
 
     Args:
-        module: The model, in evaluation mode, or a bound method of it, such as `model.encode`, or a function.
+        module: The model, in evaluation mode, a bound method of it such as `model.encode`, or a function.
         example_args: Positional arguments of an example call.
-        example_kwargs: Keyword arguments of an example call. With neither, the first call's arguments serve, and that
-            call waits for the compilation.
-        dynamic: Which dimensions change from call to call: parameter → dimension → name, or (name, min, max).
-        config: What to compile and how; None takes the defaults and `CGTOOL_*` variables.
-        cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
-        prefix: Which compiled part of the model; None takes the name of a bound method, else "backbone".
-        otherwise: What a call gets that nothing compiled serves: "raise", a `GuardError` that says why; "eager", the
-            model itself, with one warning for each cause; "warm", a further variant that is compiled now; "background",
-            one that is compiled in a thread, and the model itself meanwhile, from the first call on. After eight
-            variants the rest runs eagerly. In training mode, and where gradients are asked for, "eager" and
-            "background" run the model itself. `cgtool.counters()` has the number of eager calls.
-        cache: "static" compiles the decode step of a causal language model of transformers around a static cache;
-            example and dynamic dimensions are its own, and `otherwise` is "raise" or "eager".
-        cache_length: How many tokens that cache holds, prompt and answer; None: what the model takes, 2048 at most.
+        example_kwargs: Keyword arguments of an example call. If neither is passed, the first call is the example and
+            waits for the compilation.
+        dynamic: The dimensions that change from call to call: parameter → dimension → name, or (name, min, max).
+        config: What to compile and how. Defaults to the `CGTOOL_*` variables and built-in defaults.
+        cache_dir: The root of the cache. Defaults to the configuration's `cache_dir`, then `CGTOOL_CACHE_DIR`, then
+            the user's cache folder.
+        prefix: The compiled part of the model. Defaults to the name of a bound method, else "backbone".
+        otherwise: What to do with a call that no compiled variant covers. "raise" raises a `GuardError` with the
+            reason; "eager" runs the model itself and warns once per cause; "warm" compiles another variant first;
+            "background" compiles it in a thread and runs the model itself meanwhile, from the first call on. After
+            eight variants, further calls run eagerly. "eager" and "background" also run the model itself in training
+            mode and when gradients are required. `cgtool.counters()` counts eager calls.
+        cache: "static" compiles the decode step of a transformers causal language model around a static cache. It
+            defines its own example and dynamic dimensions, and supports `otherwise` "raise" and "eager".
+        cache_length: The length of the static cache in tokens, prompt and answer together. Defaults to the model's
+            limit, at most 2048.
 
     Returns:
-        A callable that takes what the model's forward takes and returns what it returns; with a static cache a copy of
-        the model, as `load` returns it. At level 0, `module` itself.
+        A callable with the signature and return value of the model's method. With a static cache, a copy of the
+        model, as for `load`. At level 0, `module` itself.
 
     Raises:
-        UsageError: The example or `dynamic` is not of that form, there is no such `otherwise`, or a static cache comes
-            with one of the three.
-        ConfigError: `config` is no configuration.
-        ModelError: It is no model, or the example does not fit it.
-        TraceError: The model cannot be traced, or not be kept as data.
+        UsageError: The example, `dynamic` or `otherwise` is malformed, or is combined with a static cache that does
+            not support it.
+        ConfigError: `config` is not a `CompilationConfig`.
+        ModelError: `module` cannot be compiled, or the example does not fit it.
+        TraceError: The model cannot be traced, or the trace cannot be stored as data.
         SplitError: The graph cannot be split.
         CompileError: A piece cannot be compiled.
         CacheError: The cache cannot be read or written.
-        RemoteError: A store that is required fails.
+        RemoteError: A required remote store failed.
     """
-    from cgtool.config import CompilationConfig, checked_config  # what only loads needs it where it is given one
+    from cgtool.config import CompilationConfig, checked_config  # imported lazily: `load` rarely needs it
 
     variables = environment().variables
     config = CompilationConfig.from_variables(variables) if config is None else checked_config(config)
     check_otherwise(otherwise)
     if _compiles_nothing(config):
-        return module  # type: ignore[no-any-return]  # Any: to name its class, torch would have to load
+        return module  # type: ignore[no-any-return]
     if cache is not None:
         static = _static_cache(cache)
-        given = any(value is not None for value in (example_args, example_kwargs, dynamic))
-        if given or otherwise not in {"raise", "eager"}:
-            msg = "A static cache brings example and dimensions of its own; otherwise= is 'raise' or 'eager' with it."
+        has_example = any(value is not None for value in (example_args, example_kwargs, dynamic))
+        if has_example or otherwise not in {"raise", "eager"}:
+            msg = (
+                "A static cache defines its own example and dynamic dimensions, and supports otherwise='raise' and "
+                "'eager' only. Leave the other arguments out."
+            )
             raise UsageError(msg, path="cache")
         spec = static.static_cache_spec(static.checked(module), cache_length)
-        maker = _Maker(dataclasses.replace(spec, prefix=prefix or spec.prefix), config=config, cache_dir=cache_dir)
-        loaded = maker.make((), spec.calls[0].kwargs)
-        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # its module is Any here
-    module, method, prefix = _part(module, prefix)
-    from cgtool.model import ModelSpec  # a program that only loads does without
+        warmer = _Warmer(dataclasses.replace(spec, prefix=prefix or spec.prefix), config=config, cache_dir=cache_dir)
+        loaded = warmer.load((), spec.calls[0].kwargs)
+        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # `static` is Any
+    module, method, prefix = _resolve_method(module, prefix)
+    from cgtool.model import ModelSpec  # imported lazily: `load` does not need it
 
-    own = getattr(module, method, None)
+    bound = getattr(module, method, None)
     spec = ModelSpec(
         module=module,
         calls=(),
         dynamic=dynamic or {},
         method=method,
         prefix=prefix,
-        name=own.__qualname__ if isinstance(own, FunctionType) else None,
+        name=bound.__qualname__ if isinstance(bound, FunctionType) else None,
     )
-    maker = _Maker(spec, config=config, cache_dir=cache_dir)
+    warmer = _Warmer(spec, config=config, cache_dir=cache_dir)
     if example_args is None and example_kwargs is None:
-        return _any_call(module, method, otherwise, warm=maker.make)
-    loaded = maker.make(*_example(example_args, example_kwargs))
-    return loaded if otherwise == "raise" else _any_call(module, method, otherwise, loaded=loaded, warm=maker.make)
+        return _with_fallback(module, method, otherwise, warm=warmer.load)
+    loaded = warmer.load(*_check_example(example_args, example_kwargs))
+    if otherwise == "raise":
+        return loaded
+    return _with_fallback(module, method, otherwise, loaded=loaded, warm=warmer.load)
 
 
-class _Maker:
-    """Warms and loads one model; the spec's example calls are those that `make` is given."""
+class _Warmer:
+    """Warms and loads one model; `load` supplies the example calls that `spec` lacks."""
 
     def __init__(self, spec: ModelSpec, *, config: CompilationConfig, cache_dir: Path | str | None) -> None:
         method = getattr(spec.module, spec.method, None)
@@ -337,40 +341,39 @@ class _Maker:
         self._config = config
         self._cache_dir = cache_dir if cache_dir is not None else config.cache_dir or None
 
-    def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
-        """Load the model, warming it for this example first where the cache does not serve it."""
-        # A program that only loads needs none of it; Dynamo itself is imported where something has to be traced.
+    def load(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadedModel:
+        """Load the model; on a cache miss, warm it for this example call first."""
         from cgtool.model import ExampleCall
 
         spec = dataclasses.replace(self._spec, calls=(ExampleCall(args=args, kwargs=kwargs),))
         if self._config.disable_cache or environment().disable_cache:
             with tempfile.TemporaryDirectory(prefix="cgtool-") as folder:
-                return self._load(self._warmed(spec, folder))
-        refusing: list[str] = []
+                return self._open(self._warm(spec, folder))
+        rejected: list[str] = []
         while True:
-            result = self._warmed(spec, self._cache_dir, refusing)
-            loaded = self._load(result)
+            result = self._warm(spec, self._cache_dir, rejected)
+            loaded = self._open(result)
             if result.compiled or not result.hit:
-                self._hand_on(result)
-            # An entry for other sizes may fit all that is known before a call. The next warm looks past it.
-            if loaded.serves(args, kwargs) or result.hash in refusing:
+                self._push(result)
+            # An entry for other sizes can match everything that is known before the call; then warm again without it.
+            if loaded.serves(args, kwargs) or result.hash in rejected:
                 return loaded
-            refusing.append(result.hash)
+            rejected.append(result.hash)
 
-    def _warmed(self, spec: ModelSpec, cache_dir: Path | str | None, without: Sequence[str] = ()) -> WarmResult:
+    def _warm(self, spec: ModelSpec, cache_dir: Path | str | None, without: Sequence[str] = ()) -> WarmResult:
         from cgtool.compiler.pipeline import warm
-        from cgtool.events import told_while_waiting
+        from cgtool.events import show_progress
 
-        with told_while_waiting(self.name) as tell:
-            result = warm(spec, config=self._config, cache_dir=cache_dir, without=without, on_event=tell)
+        with show_progress(self.name) as on_event:
+            result = warm(spec, config=self._config, cache_dir=cache_dir, without=without, on_event=on_event)
         if not result.hit:
             for note in result.notes:
                 _log.warning("%s: %s", self.name, note)
         return result
 
-    def _hand_on(self, result: WarmResult) -> None:
-        """Push what was made: in a thread, which the calls need not wait for and the end of the process does."""
-        from cgtool.remote.remotes import Remotes  # what a hit does without
+    def _push(self, result: WarmResult) -> None:
+        """Push the entry, in a thread that calls do not wait for but the end of the process does."""
+        from cgtool.remote.remotes import Remotes  # imported lazily: a hit does not need it
 
         remotes = Remotes.of(CacheLayout(root=result.root), self._config, TrustPolicy.of(self._config))
 
@@ -378,14 +381,14 @@ class _Maker:
             try:
                 remotes.push(result.manifest.name)
             except CgtoolError as error:
-                _log.warning("%s was not pushed: %s", self.name, error)
+                _log.warning("%s could not be pushed: %s", self.name, error)
 
         if remotes.required:
             remotes.push(result.manifest.name)
         elif remotes.urls and not remotes.readonly:
             threading.Thread(target=push, name="cgtool-push", daemon=False).start()
 
-    def _load(self, result: WarmResult) -> LoadedModel:
+    def _open(self, result: WarmResult) -> LoadedModel:
         layout, trust = CacheLayout(root=result.root), TrustPolicy.of(self._config)
         module, prefix = self._spec.module, self._spec.prefix
         return _load_from(module, self._config, layout, prefix, rank=None, trust=trust, hash_=result.hash)

@@ -1,8 +1,8 @@
-"""The configuration: one record, one table of its fields, and how a field's value is spelled as text.
+"""The configuration: its record, the table of its fields, and the text form of their values.
 
-`CompilationConfig` is what the library takes and what the command line makes of its sources; `FIELDS` says of each
-field whether it is hashed, how it is checked (`cgtool.config_values`) and how it is parsed. Must not import torch, and
-reads no environment. Text, in a variable or an option::
+`CompilationConfig` is the configuration of the library and of the command line. `FIELDS` holds the kind of each field,
+its check (`cgtool.config_values`) and its parser. Must not import torch, and does not read the environment. Values in a
+variable or an option are written as::
 
     sizes   = size ("," size)*            | JSON list
     size    = integer | "cudagraph_capture_sizes" | name "=" integer (":" name "=" integer)*
@@ -10,7 +10,7 @@ reads no environment. Text, in a variable or an option::
     ops     = name ("," name)*            | JSON list; an empty text is the empty list
     bool    = "1" | "0" | "true" | "false" | "yes" | "no" | "on" | "off"
     mapping = JSON object
-    "none" is None where a field may be None; a path, a name of a dimension or of an adaptor is taken as it stands.
+    "none" is None if the field can be None; a path and the name of a dimension or of an adaptor are taken literally.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def parse_bool(text: str) -> bool:
-    """Return the bool that a word spells."""
+    """Parse a bool."""
     if text.strip().lower() not in _BOOLS:
-        message = f"it is one of {', '.join(_BOOLS)}"
+        message = f"it must be one of {', '.join(_BOOLS)}"
         raise WrongValueError(message)
     return _BOOLS[text.strip().lower()]
 
 
 def parse_optional_bool(text: str) -> bool | None:
-    """Return the bool that a word spells; no word, or `none`, is None."""
+    """Parse a bool; the empty text and `none` are None."""
     return None if text.strip().lower() in {"", "none"} else parse_bool(text)
 
 
 def parse_json(text: str) -> Any:
-    """Return the JSON value in `text`.
+    """Parse a JSON value.
 
     Raises:
-        WrongValueError: It is no JSON, or names a key twice.
+        WrongValueError: The text is not JSON, or an object has a duplicate key.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except WrongValueError:
         raise
     except (ValueError, RecursionError) as error:
-        message = f"it is no JSON ({error})"
+        message = f"it is not valid JSON ({error})"
         raise WrongValueError(message) from error
 
 
@@ -63,14 +63,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            message = f"it names {key!r} twice"
+            message = f"{key!r} occurs twice"
             raise WrongValueError(message)
         result[key] = value
     return result
 
 
 def parse_list(item_of: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser of a list: `item_of` reads what stands between two commas; JSON is taken as it is."""
+    """Return a parser of a list: JSON, or items between commas that `item_of` parses."""
 
     def parse(text: str) -> Any:
         if text.strip().lower() in {"none", "null"}:
@@ -83,13 +83,13 @@ def parse_list(item_of: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def parse_int(text: str) -> int | str:
-    """Return an integer, or the text itself for the check to refuse by name."""
+    """Parse an integer; return other text unchanged, so that the field's check rejects it."""
     text = text.strip()
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else text
 
 
 def parse_size(text: str) -> Any:
-    """Return one compile size."""
+    """Parse one compile size."""
     if "=" not in text:
         return parse_int(text)
     pairs = [part.partition("=") for part in text.split(":")]
@@ -97,17 +97,17 @@ def parse_size(text: str) -> Any:
 
 
 def parse_range(text: str) -> list[int | str]:
-    """Return the bounds of one range."""
+    """Parse the bounds of a range."""
     return [parse_int(bound.strip()) for bound in text.split("-")]
 
 
 def parse_optional(text: str) -> str | int | None:
-    """Return a word, or None for an empty one."""
+    """Parse a word or an integer; the empty text, `none` and `null` are None."""
     return None if text.strip().lower() in {"", "none", "null"} else parse_int(text.strip())
 
 
 def parse_secs(text: str) -> float | str | None:
-    """Return a number of seconds, None for none, or the text itself for the check to refuse."""
+    """Parse a number of seconds; the empty text, `none` and `null` are None, other text is returned unchanged."""
     text = text.strip()
     if text.lower() in {"", "none", "null"}:
         return None
@@ -115,7 +115,7 @@ def parse_secs(text: str) -> float | str | None:
 
 
 def parse_mode(text: str) -> Any:
-    """Return a mode's name or value; NONE is a mode, so that only the empty text and null mean: not set."""
+    """Parse the name or value of a mode. NONE is a mode, so only the empty text and `null` mean None."""
     if text.strip()[:1] == "[":
         return parse_json(text)
     return None if text.strip().lower() in {"", "null"} else parse_int(text.strip())
@@ -125,12 +125,13 @@ FieldKind = Literal["key", "coverage", "runtime"]
 
 
 class FieldSpec(NamedTuple):
-    """What is known of one configuration field.
+    """The kind, check and parser of a configuration field.
 
     Args:
-        kind: "key" changes code and is hashed; "coverage" says which shapes are compiled; "runtime" is neither.
+        kind: "key" fields change code and are hashed; "coverage" fields choose the shapes to compile; "runtime" fields
+            do neither.
         check: Returns the canonical value, or raises `WrongValueError`.
-        parse: Turns text into what `check` takes, or raises `WrongValueError`.
+        parse: Converts text to a value for `check`, or raises `WrongValueError`.
     """
 
     kind: FieldKind
@@ -174,7 +175,7 @@ def check_name(name: Any) -> str:
     """Return `name` if it is a field.
 
     Raises:
-        ConfigError: There is no such field; the message names the nearest.
+        ConfigError: There is no such field; the message suggests the nearest.
     """
     if name not in FIELDS:
         near = checks.nearest(str(name), FIELDS)
@@ -187,7 +188,7 @@ def check_field(name: str, value: Any) -> Any:
     """Return the canonical form of a field's value.
 
     Raises:
-        ConfigError: There is no such field, or it cannot hold `value`.
+        ConfigError: There is no such field, or `value` is invalid.
     """
     try:
         return FIELDS[check_name(name)].check(value)
@@ -196,36 +197,36 @@ def check_field(name: str, value: Any) -> Any:
         raise ConfigError(message, path=name, expected=str(error), actual=value) from error
 
 
-def parse_field(name: str, spelled: str) -> Any:
-    """Return the canonical form of a field's value that is given as text.
+def parse_field(name: str, text: str) -> Any:
+    """Parse a field's value and return its canonical form.
 
     Raises:
-        ConfigError: There is no such field, or the text spells nothing that it can hold.
+        ConfigError: There is no such field, or the text is not a valid value.
     """
     try:
-        value = FIELDS[check_name(name)].parse(spelled)
+        value = FIELDS[check_name(name)].parse(text)
     except WrongValueError as error:
-        message = f"{name} is {spelled!r}: {error}."
-        raise ConfigError(message, path=name, expected=str(error), actual=spelled) from error
+        message = f"{name} is {text!r}: {error}."
+        raise ConfigError(message, path=name, expected=str(error), actual=text) from error
     return check_field(name, value)
 
 
 def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield what canonical values of all fields say against each other.
+    """Yield the contradictions between canonical values of all fields.
 
     Yields:
-        The fields that disagree, and a sentence that says what to do.
+        The fields that contradict each other, and a sentence with the problem and its remedy.
     """
     mode = values["cudagraph_mode"]
     if not values["use_inductor"] and values["adaptor"] not in {"", EAGER}:
         yield (
             ("use_inductor", "adaptor"),
-            f"use_inductor is off and the adaptor is {values['adaptor']!r}: turn it on, or take the adaptor 'eager'.",
+            f"use_inductor is off and the adaptor is {values['adaptor']!r}: turn it on, or use the adaptor 'eager'.",
         )
     if values["level"] == CompilationLevel.DYNAMO_ONCE and values["splitting_ops"]:
         yield (
             ("level", "splitting_ops"),
-            "level 2 compiles the graph whole and splitting_ops split it: use level 3, or leave splitting_ops out.",
+            "level 2 does not split the graph, but splitting_ops is set: use level 3, or leave splitting_ops out.",
         )
     if not values["use_cudagraph"] and mode not in {None, CUDAGraphMode.NONE}:
         yield (
@@ -235,92 +236,92 @@ def conflicts(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]
     if values["full_cuda_graph"] is not None and (mode is not None or not values["use_cudagraph"]):
         yield (
             ("full_cuda_graph", "cudagraph_mode", "use_cudagraph"),
-            "leave full_cuda_graph out: it is an older way to say cudagraph_mode, and other fields say something, too.",
+            "leave full_cuda_graph out: it is the older form of cudagraph_mode and contradicts the other fields.",
         )
     if not values["use_cudagraph"] and CAPTURE_SIZES in (values["compile_sizes"] or ()):
         yield (
             ("use_cudagraph", "compile_sizes"),
-            f'compile_sizes names "{CAPTURE_SIZES}" and use_cudagraph is off: name the sizes themselves.',
+            f'compile_sizes contains "{CAPTURE_SIZES}" and use_cudagraph is off: write the sizes themselves.',
         )
     without_pieces = mode is not None and not mode.has_piecewise_cudagraphs()
     if values["cudagraph_copy_inputs"] and (without_pieces or not values["use_cudagraph"]):
         yield (
             ("cudagraph_copy_inputs", "cudagraph_mode", "use_cudagraph"),
-            "cudagraph_copy_inputs serves piecewise CUDA graphs and there are none: leave it out, or ask for them.",
+            "cudagraph_copy_inputs needs piecewise CUDA graphs, which are off: leave it out, or turn them on.",
         )
 
 
-#: One concrete size: of the one dynamic dimension (or of `size_dim`), or of several dimensions by name.
+#: One concrete size: of the only dynamic dimension (or of `size_dim`), or of several dimensions by name.
 CompileSize = int | dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
-    """How a model is compiled and run. Every field is checked, and held in one canonical form.
+    """How a model is compiled and run. Fields are checked, and stored in canonical form.
 
     Args:
-        level: Compilation level 0 to 3, by number or name; 3 (PIECEWISE) by default. Levels 0 and 1 compile nothing,
-            2 compiles the graph whole, 3 splits it at `splitting_ops`. Kind: key.
+        level: The compilation level, 0 to 3, by number or name; 3 (PIECEWISE) by default. Levels 0 and 1 compile
+            nothing, 2 compiles the graph whole, 3 splits it at `splitting_ops`. Kind: key.
         splitting_ops: Names of ops to split at: `ns::op`, `ns.op`, with or without overload, or the dotted name of a
-            Python function. None (default) means the model's own list, or the attention ops known to cgtool and those
-            registered with `splitting=True`; an empty list means one piece. Kind: key.
-        use_inductor: Whether Inductor compiles the pieces; True by default. False chooses the adaptor `eager`.
+            Python function. None (default) means the model's own list, or else the attention ops known to cgtool and
+            those registered with `splitting=True`. An empty list means one piece. Kind: key.
+        use_inductor: Whether Inductor compiles the pieces; True by default. False selects the adaptor `eager`.
             Kind: key.
-        adaptor: What compiles a piece: `aot_inductor` (default; a piece that it does not take goes to
-            `inductor_standalone`, and what no compiler takes to `eager`), `inductor_standalone`, `inductor`, `eager`,
-            or one that others bring (`register_adaptor`, or an entry point of the group `cgtool.adaptors`). Kind: key.
-        inductor_compile_config: Inductor's options by name, as JSON values, over those that cgtool sets; empty by
-            default. Kind: key.
-        compile_sizes: Sizes that get an artifact of their own, fully static and tuned: positive integers (of
-            `size_dim`, in tokens as a rule), the word "cudagraph_capture_sizes", or mappings of dimension to size. None
-            (default) is none. A size wins over a range, a range over the general shape. Kind: coverage.
-        compile_ranges: Ranges of sizes that get an artifact of their own: inclusive [start, end] in the unit of
+        adaptor: The compiler of the pieces: `aot_inductor` (default), `inductor_standalone`, `inductor`, `eager`, or a
+            third-party one (`register_adaptor`, or an entry point of the group `cgtool.adaptors`). A piece that
+            `aot_inductor` cannot compile falls back to `inductor_standalone`, then to `eager`. Kind: key.
+        inductor_compile_config: Inductor options by name, as JSON values, which override those that cgtool sets; empty
+            by default. Kind: key.
+        compile_sizes: Sizes to compile fully static, autotuned artifacts for: positive integers (of `size_dim`,
+            usually tokens), the word "cudagraph_capture_sizes", or mappings of dimension to size. None (default) means
+            no sizes. A size takes precedence over a range, a range over the general shape. Kind: coverage.
+        compile_ranges: Ranges of sizes to compile artifacts for: inclusive [start, end] in the unit of
             `compile_sizes`, start below end, without overlap; none by default. Kind: coverage.
-        size_dim: Which dynamic dimension the integers of `compile_sizes` and `compile_ranges` speak of. None (default)
-            is enough where only one is dynamic. Kind: coverage.
+        size_dim: The dynamic dimension that the integers of `compile_sizes` and `compile_ranges` refer to. None
+            (default) is enough if only one dimension is dynamic. Kind: coverage.
         use_cudagraph: Whether CUDA graphs may be captured; True by default. Kind: runtime.
-        full_cuda_graph: An older way to say `cudagraph_mode`: true is FULL, false is PIECEWISE. None (default) says
-            nothing. Kind: runtime.
-        cudagraph_mode: What is captured. None (default) means FULL_AND_PIECEWISE, or what comes nearest to it for the
-            model and its attention. Kind: runtime.
-        cudagraph_capture_sizes: Sizes to capture, in sequences of a batch. None (default) means those that
-            `cuda_graph_sizes` gives. Kind: runtime.
+        full_cuda_graph: The older form of `cudagraph_mode`: true means FULL, false PIECEWISE. None (default) means
+            unset. Kind: runtime.
+        cudagraph_mode: What to capture. None (default) means FULL_AND_PIECEWISE, or the nearest mode that the model
+            and its attention support. Kind: runtime.
+        cudagraph_capture_sizes: Batch sizes to capture, in sequences. None (default) takes those of
+            `cuda_graph_sizes`. Kind: runtime.
         cuda_graph_sizes: One value N: capture 1, 2, 4, 8 and every multiple of 16 up to N sequences. Several values:
-            capture these. [512] by default. Kind: runtime.
-        cudagraph_copy_inputs: Copy inputs into buffers of fixed address before a piecewise graph is replayed; False by
+            capture exactly these. [512] by default. Kind: runtime.
+        cudagraph_copy_inputs: Copy inputs to buffers at fixed addresses before replaying a piecewise graph; False by
             default. Kind: runtime.
-        enforce_eager: Run eagerly whatever else is said: no compilation, no CUDA graphs; False by default.
+        enforce_eager: Run eagerly regardless of other fields: no compilation, no CUDA graphs; False by default.
             Kind: runtime.
-        disable_cache: Neither read nor write the cache; False by default. The variable CGTOOL_DISABLE_CACHE says the
-            same for a whole process. Kind: runtime.
-        jobs: How many pieces are compiled at a time, each in a worker process of its own. None (default) means one for
-            each core that this process may use, as far as the memory goes; 0 compiles in this process. Kind: runtime.
-        executor: Where pieces are compiled in place of this machine: `dask://HOST:PORT`, `ray://HOST:PORT`,
-            `slurm:NAME=VALUE,...`, `mpi`, or an entry point of the group `cgtool.executors` and what follows a colon.
-            Empty (default) means workers of this machine. Kind: runtime.
-        compile_timeout: How long one piece may take to compile in a worker, in seconds; a worker that takes longer is
-            ended. None (default) is no limit. Kind: runtime.
-        proof: Before the cache names them, run each artifact on random inputs, in a process of its own, and compare it
-            with the piece run eagerly, and the whole call with the model's own; True by default. Kind: runtime.
-        recheck: When a loaded model looks at its live objects again: "load" (default) as it is loaded and where
-            `recheck()` is called, "call" at each call too. Kind: runtime.
-        cache_dir: The cache's root folder. Empty (default) means CGTOOL_CACHE_DIR, else the user's cache folder.
-            Kind: runtime.
-        debug_dump_path: A folder that gets graph, program and generated code of each model that is warmed, for people,
-            by entry, rank and prefix; on a hit, too. Empty (default) means none. Kind: runtime.
-        trusted_keys: Files and folders of public keys (Ed25519, PEM or OpenSSH): load takes only what one of them
-            signed, and that is as it was signed. Empty (default) means CGTOOL_TRUSTED_KEYS, else asks for no signature;
-            `compile` then loads nothing that it compiled itself. Kind: runtime.
-        allow_shared_cache: Load from a cache that another user owns or others may write to, too; False by default.
-            The variable CGTOOL_ALLOW_SHARED_CACHE says the same for a whole process. Kind: runtime.
-        remote: URLs of stores, asked in order: `load` pulls from there what the cache lacks, and `warm` asks for what
-            it would compile and pushes what it made. Naming one vouches for it, as for a cache. Empty (default) means
-            CGTOOL_REMOTE, else none. Kind: runtime.
-        remote_readonly: Push nothing to them; False by default. Kind: runtime.
-        remote_required: Fail where one of them does; False by default: a warning, and on without it. Kind: runtime.
+        disable_cache: Neither read nor write the cache; False by default. The variable CGTOOL_DISABLE_CACHE does the
+            same for the whole process. Kind: runtime.
+        jobs: The number of pieces to compile at once, each in its own worker process. None (default) means one per
+            available core, as far as memory allows; 0 compiles in this process. Kind: runtime.
+        executor: Where to compile pieces instead of this machine: `dask://HOST:PORT`, `ray://HOST:PORT`,
+            `slurm:NAME=VALUE,...`, `mpi`, or an entry point of the group `cgtool.executors`, with its address after a
+            colon. Empty (default) means workers on this machine. Kind: runtime.
+        compile_timeout: The time limit for compiling a piece in a worker, in seconds; a worker that exceeds it is
+            ended. None (default) means no limit. Kind: runtime.
+        proof: Before an artifact enters the cache, run it on random inputs in a separate process and compare it with
+            the piece run eagerly, and compare the whole call with the model's own; True by default. Kind: runtime.
+        recheck: When a loaded model checks its live objects: "load" (default) when it is loaded and when `recheck()` is
+            called, "call" before each call, too. Kind: runtime.
+        cache_dir: The root folder of the cache. Empty (default) means CGTOOL_CACHE_DIR, or else the user's cache
+            folder. Kind: runtime.
+        debug_dump_path: A folder to write the graph, program and generated code of each warmed model to, by entry, rank
+            and prefix; on a hit, too. Empty (default) means none. Kind: runtime.
+        trusted_keys: Files and folders of public keys (Ed25519, PEM or OpenSSH). Only entries that one of them signed,
+            and that are unchanged since, are loaded; `compile` then does not load what it compiled itself. Empty
+            (default) means CGTOOL_TRUSTED_KEYS, or else no signature is required. Kind: runtime.
+        allow_shared_cache: Also load from a cache that other users own or can write to; False by default. The variable
+            CGTOOL_ALLOW_SHARED_CACHE does the same for the whole process. Kind: runtime.
+        remote: URLs of remote stores, tried in order. `load` pulls entries that the cache lacks; `warm` pulls what it
+            would otherwise compile, and pushes what it compiled. A store that is named here is trusted, as a cache is.
+            Empty (default) means CGTOOL_REMOTE, or else none. Kind: runtime.
+        remote_readonly: Never push to the remote stores; False by default. Kind: runtime.
+        remote_required: Fail if a remote store fails. By default (False) a failure is a warning. Kind: runtime.
 
     Raises:
-        ConfigError: A field cannot hold its value, or two fields contradict each other.
+        ConfigError: A value is invalid, or fields contradict each other.
     """
 
     level: int = CompilationLevel.PIECEWISE
@@ -363,12 +364,12 @@ class CompilationConfig:
 
     @property
     def effective_level(self) -> CompilationLevel:
-        """The level that holds once `enforce_eager` has had its say."""
+        """The level, or NO_COMPILATION if `enforce_eager` is set."""
         return CompilationLevel.NO_COMPILATION if self.enforce_eager else CompilationLevel(self.level)
 
     @property
     def asked_cudagraph_mode(self) -> CUDAGraphMode:
-        """What the fields on CUDA graphs ask for together; `cgtool.serving.modes` fits it to a model."""
+        """The mode that the CUDA graph fields request together; `cgtool.serving.modes` adapts it to a model."""
         if not self.use_cudagraph or self.enforce_eager:
             return CUDAGraphMode.NONE
         if self.full_cuda_graph is not None:
@@ -377,31 +378,31 @@ class CompilationConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> CompilationConfig:
-        """Return the configuration that `values` gives, with defaults for what it leaves out.
+        """Create a configuration from a mapping of fields to values; other fields have their defaults.
 
         Raises:
-            ConfigError: A key is no field (the message names the nearest), or a value is refused.
+            ConfigError: A key is not a field (the message suggests the nearest), or a value is invalid.
         """
         return cls(**{check_name(name): value for name, value in values.items()})
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> CompilationConfig:
-        """Return the configuration that `CGTOOL_<FIELD>` variables give, as `Environment.variables` holds them.
+        """Create a configuration from `CGTOOL_<FIELD>` variables, such as `Environment.variables`.
 
-        An empty variable counts as unset.
+        Empty variables count as unset.
 
         Raises:
-            ConfigError: A variable names no field, or spells nothing that the field can hold.
+            ConfigError: There is no field for a variable, or its value is invalid.
         """
         fields = {name: name.removeprefix("CGTOOL_").lower() for name in variables}
         return cls(**{fields[name]: parse_field(fields[name], text) for name, text in variables.items() if text})
 
     def to_json(self) -> dict[str, Json]:
-        """Return every field as JSON; `from_mapping` takes it back."""
+        """Return every field as JSON, for `from_mapping`."""
         return {name: _to_json(getattr(self, name)) for name in FIELDS}
 
     def key_fields(self) -> dict[str, Json]:
-        """Return the fields that change code, as JSON in one spelling for everything that means the same."""
+        """Return the key fields as JSON, normalized so that equivalent configurations are equal."""
         fields = {name: value for name, value in self.to_json().items() if FIELDS[name].kind == "key"}
         fields["use_inductor"] = self.adaptor != EAGER
         if self.splitting_ops is not None:
@@ -409,7 +410,7 @@ class CompilationConfig:
         return fields
 
     def leveled(self) -> CompilationConfig:
-        """Return the configuration with what its level implies spelled out, as an entry is keyed on it."""
+        """Return the configuration with the fields that its level implies set, as they enter an entry's key."""
         if self.effective_level == CompilationLevel.DYNAMO_AS_IS:
             return self.replace(splitting_ops=(), adaptor=EAGER)
         if self.effective_level == CompilationLevel.DYNAMO_ONCE:
@@ -417,10 +418,10 @@ class CompilationConfig:
         return self
 
     def replace(self, **changes: Any) -> CompilationConfig:
-        """Return a copy with other values in some fields; `use_inductor` alone chooses the adaptor anew.
+        """Return a copy with some fields changed. Changing only `use_inductor` selects the adaptor again.
 
         Raises:
-            ConfigError: As the constructor does, and where a name is no field.
+            ConfigError: As for the constructor, or if a name is not a field.
         """
         if "use_inductor" in changes:
             changes.setdefault("adaptor", "")
@@ -438,7 +439,7 @@ def _to_json(value: Any) -> Json:
 
 
 def resolve_capture_sizes(config: CompilationConfig) -> tuple[int, ...]:
-    """Return the batch sizes that are captured as CUDA graphs, in rising order; none where `use_cudagraph` is off."""
+    """Return the batch sizes to capture as CUDA graphs, in ascending order; none if `use_cudagraph` is off."""
     if not config.use_cudagraph:
         return ()
     if config.cudagraph_capture_sizes is not None:
@@ -447,24 +448,24 @@ def resolve_capture_sizes(config: CompilationConfig) -> tuple[int, ...]:
     return default_capture_sizes(sizes[0]) if len(sizes) == 1 else sizes
 
 
-def checked_config(given: object) -> CompilationConfig:
-    """Return what a caller gave as a configuration.
+def checked_config(config: object) -> CompilationConfig:
+    """Return `config` if it is a `CompilationConfig`.
 
     Raises:
-        ConfigError: It is something else, such as torch.compile's options.
+        ConfigError: It is something else, such as options of `torch.compile`.
     """
-    if isinstance(given, CompilationConfig):
-        return given
-    kind = type(given).__qualname__
-    advice = " CompilationConfig.from_mapping makes one of it." if isinstance(given, Mapping) else ""
-    msg = f"config is of the type {kind}. Give a cgtool.CompilationConfig.{advice}"
+    if isinstance(config, CompilationConfig):
+        return config
+    kind = type(config).__qualname__
+    advice = " CompilationConfig.from_mapping converts it." if isinstance(config, Mapping) else ""
+    msg = f"config must be a cgtool.CompilationConfig, not {kind}.{advice}"
     raise ConfigError(msg, path="config", expected="CompilationConfig", actual=kind)
 
 
 def resolve_compile_sizes(config: CompilationConfig) -> tuple[CompileSize, ...]:
-    """Return the concrete sizes to compile: integers in rising order, each once, then mappings.
+    """Return the concrete sizes to compile: integers in ascending order without duplicates, then mappings.
 
-    The word "cudagraph_capture_sizes" becomes the sizes that are captured.
+    The word "cudagraph_capture_sizes" is replaced by the captured sizes.
     """
     numbers: set[int] = set()
     mappings: list[dict[str, int]] = []

@@ -1,7 +1,7 @@
-"""`@support_torch_compile`: a class of models whose instances run compiled, each from its first call on.
+"""`@support_torch_compile`: a class decorator whose instances run compiled from their first call on.
 
-The class keeps its `forward` and its `__call__`, which has a place for what runs instead: an instance is what it was,
-with the model's `state_dict`, `eval` and `to`, and where compiling fails nothing is to be undone.
+The class keeps its `forward`; `__call__` runs the compiled function. `state_dict`, `eval` and `to` of an instance work
+as before, and a failed compilation leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cgtool.threads import ForkedLock
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
 
-#: parameter → one dimension, several, or dimension → name
+#: parameter → one dimension, several dimensions, or a mapping of dimension to name
 DynamicArgDims = Mapping[str, int | Sequence[int] | Mapping[int, Any]]
 
 
@@ -61,33 +61,36 @@ def support_torch_compile(
     prefix: str = DEFAULT_PREFIX,
     otherwise: Otherwise = "raise",
 ) -> Any:
-    """Make the instances of a class of models run compiled: from the cache, or compiled at their first call.
+    """Decorate a class of models so that its instances run compiled.
 
-    An instance in training mode, or whose level is 0, runs as it is. Subclasses are compiled, too, each instance for
-    itself. Several threads may call one instance; the first call of one of them compiles.
+    The first call of an instance loads it from the cache, or compiles it. Instances of subclasses are compiled, too.
+    In training mode and at level 0 an instance runs eagerly. Several threads may call one instance; the first call
+    compiles and the others wait for it.
 
     Args:
-        cls: The class, where the decorator stands without parentheses.
-        dynamic_arg_dims: Which dimensions of the arguments of `forward` change from call to call, counted from either
-            end. None takes dimension 0 of every argument that is annotated as a tensor or an optional one. Dimensions
-            that have one size in the first call are one dimension; name them in a mapping where they are not.
-        config: What to compile and how; None takes the defaults and `CGTOOL_*` variables at the first call.
-        cache_dir: The cache's root; None takes the configuration's, `CGTOOL_CACHE_DIR` or the user's own.
-        prefix: Which compiled part of the model.
-        otherwise: What a call gets that nothing compiled serves: "raise", "eager", "warm" or "background", as
-            `cgtool.compile` has them.
+        cls: The class, if the decorator is used without parentheses.
+        dynamic_arg_dims: The dimensions of `forward`'s arguments that change from call to call; negative ones count
+            from the end. None takes dimension 0 of every argument that is annotated as a tensor or an optional
+            tensor. Dimensions of equal size in the first call are one dimension; to tell them apart, name them in a
+            mapping.
+        config: What to compile and how. Defaults to the `CGTOOL_*` variables at the first call and built-in defaults.
+        cache_dir: The root of the cache. Defaults to the configuration's `cache_dir`, then `CGTOOL_CACHE_DIR`, then
+            the user's cache folder.
+        prefix: The compiled part of the model.
+        otherwise: What to do with a call that no compiled variant covers: "raise", "eager", "warm" or "background",
+            as for `cgtool.compile`.
 
     Returns:
         The class, or a decorator.
 
     Raises:
-        UsageError: `forward` has no such argument, or none whose dimension changes.
-        ConfigError: `config` is no configuration.
+        UsageError: `forward` has no argument of that name, or no argument with a dynamic dimension.
+        ConfigError: `config` is not a `CompilationConfig`.
 
-    Source: the decorator of that name in ATOM and vLLM.
+    Source: the decorator of the same name in ATOM and vLLM.
     """
     decorate = functools.partial(
-        _decorated,
+        _decorate,
         dynamic=dynamic_arg_dims,
         config=None if config is None else checked_config(config),
         cache_dir=cache_dir,
@@ -97,7 +100,7 @@ def support_torch_compile(
     return decorate if cls is None else decorate(cls)
 
 
-def _decorated(
+def _decorate(
     cls: type[nn.Module],
     *,
     dynamic: DynamicArgDims | None,
@@ -107,33 +110,36 @@ def _decorated(
     otherwise: Otherwise,
 ) -> type[nn.Module]:
     check_otherwise(otherwise)
-    _check_class(cls)
+    if not isinstance(cls, type):
+        kind = type(cls).__qualname__
+        msg = f"support_torch_compile decorates a class of models, not {kind}: call cgtool.compile to compile a model."
+        raise UsageError(msg, path="cls", expected="type", actual=kind)
     if dynamic is not None:
         _check_dims(dynamic)
-    wanted = _tensor_arguments(cls.forward) if dynamic is None else dynamic
-    unknown = set(wanted) - set(inspect.signature(cls.forward).parameters)
-    if unknown or not wanted:
+    dims = _tensor_arguments(cls.forward) if dynamic is None else dynamic
+    unknown = set(dims) - set(inspect.signature(cls.forward).parameters)
+    if unknown or not dims:
         msg = (
-            f"{cls.__qualname__}.forward has no argument {', '.join(sorted(unknown)) or 'annotated as a tensor'}: name "
+            f"{cls.__qualname__}.forward has no argument {', '.join(sorted(unknown)) or 'annotated as a tensor'}. Name "
             "the arguments whose sizes change in dynamic_arg_dims."
         )
         raise UsageError(msg, path=cls.__qualname__, actual=sorted(unknown))
 
-    def compiled(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        chosen = CompilationConfig.from_variables(environment().variables) if config is None else config
-        if chosen.effective_level == CompilationLevel.NO_COMPILATION:
+    def compile_instance(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        effective = CompilationConfig.from_variables(environment().variables) if config is None else config
+        if effective.effective_level == CompilationLevel.NO_COMPILATION:
             return private.eager_call(self)
         waits = otherwise != "background"
         return compile_model(
             self,
             example_args=args if waits else None,
             example_kwargs=kwargs if waits else None,
-            dynamic=_named_dims(
-                wanted,
+            dynamic=_name_dims(
+                dims,
                 inspect.signature(self.forward).bind(*args, **kwargs).arguments,
-                named_by_user=dynamic is not None,
+                are_explicit=dynamic is not None,
             ),
-            config=chosen,
+            config=effective,
             cache_dir=cache_dir,
             prefix=prefix,
             otherwise=otherwise,
@@ -142,59 +148,65 @@ def _decorated(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.training:
             return private.eager_call(self)(*args, **kwargs)
-        held = self.__dict__.get(_HELD)
-        if held is None or held.of is not self.__dict__:
-            with _renewing:  # of several threads, one makes it
-                held = self.__dict__.get(_HELD)
-                if held is None or held.of is not self.__dict__:
-                    held = self.__dict__[_HELD] = _Held(self.__dict__)
-        if held.function is None:
-            with held.lock:  # a second thread's first call waits for what the first one's makes
-                if held.function is None:
-                    held.function = compiled(self, args, kwargs)
-        return held.function(*args, **kwargs)
+        compiled = _compiled_of(self)
+        if compiled is None:
+            with _creating:
+                compiled = _compiled_of(self)
+                if compiled is None:
+                    compiled = self.__dict__[_ATTRIBUTE] = _Compiled(self.__dict__)
+        if compiled.function is None:
+            with compiled.lock:
+                if compiled.function is None:
+                    compiled.function = compile_instance(self, args, kwargs)
+        return compiled.function(*args, **kwargs)
 
     private.call_instead(cls, call)
-    changed: Any = cls  # for mypy, which knows no method of a class that is set later
-    changed.recheck = _recheck
+    cls.recheck = _recheck  # type: ignore[assignment]  # the class gains this method
     return cls
 
 
-#: The attribute of an instance that holds what it runs.
-_HELD = "_cgtool_compiled"
-#: Held while an instance gets its `_Held`.
-_renewing = ForkedLock()
+#: The attribute of an instance that holds its `_Compiled`.
+_ATTRIBUTE = "_cgtool_compiled"
+#: Held while an instance gets its `_Compiled`.
+_creating = ForkedLock()
 
 
-class _Held:
-    """What an instance runs; a copy of the instance starts without, though a shallow one has this in its dict, too.
+class _Compiled:
+    """The compiled function of one instance.
+
+    A copy of the instance starts without one. A shallow copy shares this object in its `__dict__`, which `owner` shows.
 
     Args:
-        of: The dict of the instance.
+        owner: The `__dict__` of the instance.
     """
 
-    def __init__(self, of: dict[str, Any] | None = None) -> None:
-        self.of = of
+    def __init__(self, owner: dict[str, Any] | None = None) -> None:
+        self.owner = owner
         self.lock = ForkedLock()
         self.function: Callable[..., Any] | None = None
 
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
+    def __reduce__(self) -> tuple[type[_Compiled], tuple[()]]:
+        return _Compiled, ()
+
+
+def _compiled_of(module: nn.Module) -> _Compiled | None:
+    compiled = module.__dict__.get(_ATTRIBUTE)
+    return compiled if compiled is not None and compiled.owner is module.__dict__ else None
 
 
 def _recheck(self: nn.Module) -> None:
     """Check every guard on the model and on globals again, after the model was changed on purpose.
 
     Raises:
-        GuardError: Some fact that the model was compiled with no longer holds; the message names it.
+        GuardError: The model or a global differs from what was compiled; the message names it.
     """
-    held = self.__dict__.get(_HELD)
-    if held is not None and held.of is self.__dict__ and isinstance(held.function, AsModule):
-        held.function.recheck()
+    compiled = _compiled_of(self)
+    if compiled is not None and isinstance(compiled.function, AsModule):
+        compiled.function.recheck()
 
 
 def _tensor_arguments(forward: Callable[..., Any]) -> dict[str, int]:
-    """Return the arguments that are annotated as tensors or optional ones, each with dimension 0."""
+    """Return the arguments that are annotated as tensors or optional tensors, each with dimension 0."""
     hints = typing.get_type_hints(forward)
     return {name: 0 for name, hint in hints.items() if name != "return" and _is_tensor(hint)}
 
@@ -205,25 +217,19 @@ def _is_tensor(hint: Any) -> bool:
     return hint is torch.Tensor
 
 
-def _check_class(given: Any) -> None:
-    if not isinstance(given, type):
-        kind = type(given).__qualname__
-        msg = f"support_torch_compile is for a class of models, and this is a {kind}: cgtool.compile takes a model."
-        raise UsageError(msg, path="cls", expected="type", actual=kind)
-
-
-def _check_dims(given: Any) -> None:
-    form = '{"x": 0}, {"x": [0, 1]} or {"x": {0: "name"}}'
-    if not isinstance(given, Mapping):
-        raise UsageError(f"dynamic_arg_dims is {given!r}; write {form}.", path="dynamic_arg_dims", actual=given)
-    for name, dims in given.items():
+def _check_dims(dynamic: Any) -> None:
+    if not isinstance(dynamic, Mapping):
+        msg = f'dynamic_arg_dims must be {{"x": 0}}, {{"x": [0, 1]}} or {{"x": {{0: "name"}}}}, not {dynamic!r}.'
+        raise UsageError(msg, path="dynamic_arg_dims", actual=dynamic)
+    for name, dims in dynamic.items():
         listed = (dims,) if isinstance(dims, int) else dims if isinstance(dims, (Sequence, Mapping)) else (None,)
         if not all(type(dim) is int for dim in listed):
-            raise UsageError(f"dynamic_arg_dims[{name!r}] is {dims!r}; write {form}.", path=name, actual=dims)
+            msg = f'dynamic_arg_dims[{name!r}] must be 0, [0, 1] or {{0: "name"}}, not {dims!r}.'
+            raise UsageError(msg, path=name, actual=dims)
 
 
-def _named_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any], *, named_by_user: bool) -> DynamicDims:
-    """Return the dimensions that change, by name: those of one size are one dimension, unless they are named."""
+def _name_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any], *, are_explicit: bool) -> DynamicDims:
+    """Name the dynamic dimensions. Unnamed dimensions of equal size share a name."""
     by_size: dict[int, str] = {}
     named: dict[str, dict[int, Any]] = {}
     for argument, dims in wanted.items():
@@ -234,11 +240,14 @@ def _named_dims(wanted: DynamicArgDims, arguments: Mapping[str, Any], *, named_b
             named[argument] = dict(dims)
             continue
         rank = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
-        if rank == 0 and not named_by_user:
+        if rank == 0 and not are_explicit:
             continue
         for dim in (dims,) if isinstance(dims, int) else dims:
             if not -rank <= dim < rank:
-                msg = f"dynamic_arg_dims names dimension {dim} of {argument!r}, which this call's has not. Correct it."
+                msg = (
+                    f"dynamic_arg_dims names dimension {dim} of {argument!r}, but the argument of this call has "
+                    f"{rank} dimensions. Correct dynamic_arg_dims."
+                )
                 raise ModelError(msg, path=argument, actual=dim)
             place, size = dim % rank, tensor.shape[dim]
             name = by_size.setdefault(size, f"{argument}_{place}" if by_size else "num_tokens")

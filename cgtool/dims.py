@@ -1,6 +1,6 @@
-"""Dynamic dimensions as a user writes them, read: which sizes of which arguments may differ from call to call.
+"""The dynamic dimensions that a user declares: which sizes of which arguments may differ from call to call.
 
-Without torch: a hit reads them for its key, and traces nothing.
+Must not import torch: a hit reads the declaration for its key.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ FIRST_DYNAMIC = 2
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicDim:
-    """A named dimension and the sizes that it may take, inclusive."""
+    """A named dimension and its inclusive bounds."""
 
     name: str
     min: int
     max: int | None
 
     def allows(self, size: int) -> bool:
-        """Return whether it may be of a size that stays symbolic."""
+        """Return whether `size` is within the bounds and can stay symbolic."""
         return size >= max(self.min, FIRST_DYNAMIC) and (self.max is None or size <= self.max)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a named dimension is found: a parameter of the method and one of its dimensions."""
+    """A parameter of the method, and the index and name of one of its dimensions."""
 
     parameter: str
     dim: int
@@ -39,54 +39,54 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """All dynamic dimensions of a model: by name, and by place."""
+    """All dynamic dimensions of a model, by name and by place."""
 
     by_name: Mapping[str, DynamicDim]
     places: tuple[Place, ...]
 
     @classmethod
     def of(cls, dynamic: Any) -> Dims:
-        """Read what a user wrote as `DynamicDims`: `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
+        """Parse `DynamicDims`: `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
 
         Raises:
-            UsageError: A name, bound or dimension is not of that form, or bounds of one name differ.
+            UsageError: A name, bound or dimension is malformed, or one name has different bounds.
         """
         if not isinstance(dynamic, Mapping):
-            msg = f'dynamic is {dynamic!r}; write {{"argument": {{0: "name"}}}}, with the index of each dimension.'
+            msg = f'dynamic must be {{"argument": {{0: "name"}}}}, with the index of each dimension, not {dynamic!r}.'
             raise UsageError(msg, path="dynamic", actual=dynamic)
         by_name: dict[str, DynamicDim] = {}
         places: list[Place] = []
         for parameter, dims in dynamic.items():
             if not isinstance(dims, Mapping):
-                msg = f'dynamic[{parameter!r}] is {dims!r}; write {{0: "name"}}, with the index of each dimension.'
+                msg = f'dynamic[{parameter!r}] must be {{0: "name"}}, with the index of each dimension, not {dims!r}.'
                 raise UsageError(msg, path=parameter, actual=dims)
             for dim, spec in dims.items():
-                read = _read_dim(parameter, dim, spec)
-                known = by_name.get(read.name)
-                if known is not None and known != read and not isinstance(spec, str):
+                parsed = _parse_dim(parameter, dim, spec)
+                known = by_name.get(parsed.name)
+                if known is not None and known != parsed and not isinstance(spec, str):
                     if (known.min, known.max) != (1, None):
-                        msg = f"The dynamic dimension {read.name!r} has two different bounds; give them once."
+                        msg = f"The dynamic dimension {parsed.name!r} has two different bounds. Give them once."
                         raise UsageError(msg, path=parameter)
-                    by_name[read.name] = read
-                by_name.setdefault(read.name, read)
-                places.append(Place(parameter=parameter, dim=dim, name=read.name))
+                    by_name[parsed.name] = parsed
+                by_name.setdefault(parsed.name, parsed)
+                places.append(Place(parameter=parameter, dim=dim, name=parsed.name))
         return cls(by_name=by_name, places=tuple(places))
 
 
-def _read_dim(parameter: str, dim: Any, spec: Any) -> DynamicDim:
+def _parse_dim(parameter: str, dim: Any, spec: Any) -> DynamicDim:
     parts = (spec,) if isinstance(spec, str) else tuple(spec) if isinstance(spec, (tuple, list)) else ()
     if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a name, and at most two bounds
-        raise _no_dim(parameter, dim, spec)
+        raise _dim_error(parameter, dim, spec)
     name, low, high = parts[0], *(parts[1:2] or (1,)), *(parts[2:] or (None,))
     well_formed = isinstance(name, str) and name.isidentifier() and type(low) is int and type(dim) is int
     if not well_formed or low < 0 or not (high is None or (type(high) is int and high >= low)):
-        raise _no_dim(parameter, dim, spec)
+        raise _dim_error(parameter, dim, spec)
     return DynamicDim(name=name, min=low, max=high)
 
 
-def _no_dim(parameter: str, dim: Any, spec: Any) -> UsageError:
+def _dim_error(parameter: str, dim: Any, spec: Any) -> UsageError:
     msg = (
-        f"dynamic[{parameter!r}][{dim!r}] is {spec!r}; write a dimension's index and its name, "
-        'or ("name", min, max) with 0 <= min <= max.'
+        f'dynamic[{parameter!r}][{dim!r}] must be "name" or ("name", min, max) with 0 <= min <= max, for the integer '
+        f"index of a dimension, not {spec!r}."
     )
     return UsageError(msg, path=parameter, actual=spec)

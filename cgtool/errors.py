@@ -1,7 +1,7 @@
-"""Every error that cgtool raises on purpose.
+"""The exceptions that cgtool raises.
 
-Imports nothing, so that any room may raise them. A message is a sentence for the user that ends with what to do;
-`path`, `expected` and `actual` carry the same facts for programs. `exit_code` is what the command line returns.
+Imports no other module of cgtool, so that every module can raise them. A message tells the user what is wrong and what
+to do; `path`, `expected` and `actual` hold the same facts for programs. `exit_code` is the exit code of the command.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class CgtoolError(Exception):
-    """Base of all errors of cgtool.
+    """Base class of all errors that cgtool raises.
 
     Args:
-        message: A sentence that ends with what the user can do.
+        message: What is wrong, and what the user can do about it.
         path: The file, folder or attribute path that the error is about.
-        expected: What should have been there.
-        actual: What was there.
+        expected: The expected value.
+        actual: The actual value.
     """
 
     exit_code = 1
@@ -30,7 +30,7 @@ class CgtoolError(Exception):
 
 
 class UsageError(CgtoolError, ValueError):
-    """The user asked for something that has no meaning: a wrong option, an unknown name, a malformed value."""
+    """The request is invalid: a wrong option, an unknown name or a malformed value."""
 
     exit_code = 2
 
@@ -40,23 +40,23 @@ class ConfigError(UsageError):
 
 
 class ModelError(CgtoolError):
-    """The model could not be found, built or called."""
+    """The model could not be found, built or called, or cgtool cannot compile it."""
 
 
 class TraceError(CgtoolError):
-    """Dynamo could not trace the model into one graph whose meaning can be kept as data."""
+    """Dynamo could not trace the model into one graph, or the trace cannot be stored as data."""
 
 
 class GraphBreakError(TraceError):
-    """The model holds something that Dynamo cannot put into a graph."""
+    """The model contains code that Dynamo cannot put into a graph."""
 
 
 class SplitError(CgtoolError):
-    """The graph could not be split, or a piece could not be written down as data."""
+    """The graph could not be split, or a piece cannot be stored as data."""
 
 
 class UnmatchedSplittingOpError(SplitError, UsageError):
-    """A splitting op that was named explicitly occurs nowhere in the graph."""
+    """The graph does not contain a splitting op that was named explicitly."""
 
     exit_code = 2
 
@@ -66,21 +66,21 @@ class CompileError(CgtoolError):
 
 
 class ProofMismatchError(CompileError):
-    """An artifact cannot be opened, fails, or gives something else than its piece does when it runs op by op."""
+    """An artifact cannot be opened, fails, or returns other results than its piece run eagerly."""
 
 
 class CallMismatchError(CgtoolError):
-    """The whole call, put together from compiled pieces, gives something else than the model itself.
+    """The stitched program returns other results than the model itself.
 
     Not a `CompileError`: no single piece is at fault, so another compiler would not help.
     """
 
 
 class ProofCrashError(CgtoolError):
-    """The process that proves artifacts died, or did not answer in time.
+    """The process that proves artifacts died or timed out.
 
     Attributes:
-        signal_name: "SIGSEGV" where a signal ended it, else None.
+        signal_name: The signal that ended it, such as "SIGSEGV", or None.
     """
 
     def __init__(self, message: str, *, signal_name: str | None = None, actual: Any = None) -> None:
@@ -89,18 +89,18 @@ class ProofCrashError(CgtoolError):
 
 
 class WorkerError(CompileError):
-    """A worker crashed, hung, or ran out of memory or disk while it compiled a piece; the piece itself may be fine."""
+    """A worker crashed, hung, or ran out of memory or disk while compiling a piece; the piece itself may be fine."""
 
 
 class ExecutorError(CgtoolError):
-    """The cluster that should compile does not answer, went away or has no workers; no piece is at fault."""
+    """The compile cluster does not answer, went away or has no workers; no piece is at fault."""
 
 
 class UnitsFailedError(CompileError):
-    """Some pieces could not be compiled; what was finished is stored.
+    """Some pieces could not be compiled; the finished ones are stored.
 
     Attributes:
-        reasons: A sentence for each unit that failed.
+        reasons: A sentence for each failed unit.
     """
 
     def __init__(self, message: str, *, reasons: tuple[str, ...] = ()) -> None:
@@ -113,18 +113,18 @@ class CacheError(CgtoolError):
 
 
 class CacheCorruptError(CacheError):
-    """The bytes of a file differ from the digest that names them, or a file is torn."""
+    """A file of the cache does not match its digest, or is truncated."""
 
 
 class CacheSchemaError(CacheError):
-    """The cache was written by a version of cgtool with another schema."""
+    """The cache was written by a version of cgtool with a different schema."""
 
 
 class RemoteError(CacheError):
-    """A remote store could not be reached, or did not do what it was asked.
+    """A remote store could not be reached, or a request to it failed.
 
     Attributes:
-        is_passing: Whether the same request may succeed later: the store is down, busy or too slow.
+        is_passing: True if the same request may succeed later: the store is down, busy or too slow.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class RemoteError(CacheError):
 
 
 class CacheMissError(CgtoolError):
-    """No entry of the cache fits the model as it is now.
+    """No entry of the cache matches the model as it is now.
 
     Attributes:
-        reasons: Sentences, the most telling first.
-        nearest: The hash of the entry that the reasons speak of; None where they speak of none.
+        reasons: Sentences, most relevant first.
+        nearest: The hash of the entry that the reasons refer to, or None.
     """
 
     exit_code = 3
@@ -153,26 +153,26 @@ class CacheMissError(CgtoolError):
 
 
 class GuardError(CgtoolError):
-    """A call was refused because every variant's guards refuse it."""
+    """A guard on the model fails, or the guards of every variant reject a call."""
 
 
 class GraphError(CgtoolError):
-    """A CUDA graph cannot be captured, or may not be replayed for this call."""
+    """A CUDA graph cannot be captured, or cannot be replayed for this call."""
 
 
 class ArtifactError(CgtoolError):
-    """An artifact could not be opened, or gave something else than its piece promises."""
+    """An artifact could not be opened, or its outputs do not match the piece."""
 
 
 class NoRoomError(ArtifactError):
-    """This machine lacks what opening any artifact needs: a folder, a descriptor, leave to run code."""
+    """This machine cannot open any artifact: it lacks a folder, a file descriptor or permission to run code."""
 
 
 class RefusedError(CgtoolError):
-    """Something from outside is not trusted, not whole or not fit for this machine: nothing of it was used.
+    """An entry or bundle is untrusted, incomplete or unfit for this machine; none of it was used.
 
     Attributes:
-        reason: A stable word for programs, such as "digest_mismatch".
+        reason: A stable identifier for programs, such as "digest_mismatch".
     """
 
     exit_code = 3
@@ -185,17 +185,17 @@ class RefusedError(CgtoolError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; "" where it says nothing."""
+    """Return the first line of an error's message; "" if it has none."""
     return (str(error).strip().splitlines() or [""])[0]
 
 
 def brief(error: BaseException) -> str:
-    """Return an error as its class and the first line of what it says: "ValueError: too long"."""
+    """Return an error's class and the first line of its message: "ValueError: too long"."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its cause or context, then the cause of that, and so on."""
+    """Yield an error and, in turn, the causes or contexts that led to it."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""What cgtool reports while it works: the events of an action. The standard library alone."""
+"""Progress events, and the progress display of the library. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Phase = Literal[
 
 
 class Event(NamedTuple):
-    """One thing that began, moved on or ended.
+    """The start, progress or end of one step.
 
     Args:
-        phase: Which stage speaks; "model" is the user's factory at work, "prove" calls what was compiled beside the
-            model itself, "hit" says that the cache already holds it, "note" is advice for the user; "prepare" and
-            "start" are what a bench does, "verify" reads what is there, "prune" reads it and removes, "capture"
-            captures CUDA graphs, "push" and "pull" move entries to and from a remote store.
-        message: A short sentence or name, plain text: it may hold whatever a model's author wrote.
-        done: How many units of the phase are finished; None where nothing is counted.
-        total: How many there will be; None where nothing is counted.
-        secs: How long the thing took; None while it still runs.
+        phase: The stage that reports. "model" runs the user's factory, "prove" compares compiled code with the model
+            itself, "hit" means that the cache already holds the entry, "note" is advice for the user, "prepare" and
+            "start" belong to a bench, "verify" reads a cache, "prune" reads it and removes from it, "capture" captures
+            CUDA graphs, "push" and "pull" move entries to and from a remote store.
+        message: A short sentence or a name, as plain text. Names come from the model's author and may hold anything.
+        done: The number of finished units of the phase; None if units are not counted.
+        total: The number of units of the phase; None if units are not counted.
+        secs: The duration of the step; None while it runs.
     """
 
     phase: Phase
@@ -53,27 +53,27 @@ OnEvent = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Take an event and do nothing: the default of every `on_event`."""
+    """Do nothing: the default `on_event`."""
 
 
 @contextlib.contextmanager
-def told_while_waiting(name: str) -> Iterator[OnEvent]:
-    """Yield a callback that shows whoever waits for a compilation how far it is; hits take no time and are not shown.
+def show_progress(name: str) -> Iterator[OnEvent]:
+    """Yield an `on_event` callback that shows the progress of a compilation in the user's program.
 
-    On a terminal, one line of stderr shows what runs now and is cleared at the end; elsewhere the log gets a line of
-    level INFO for each step that has finished.
+    On a terminal, a line on stderr shows the current step and is cleared at the end. Otherwise each finished step is
+    logged at level INFO. Hits are not shown: they take no time.
     """
     log = logging.getLogger("cgtool")
-    shows = sys.stderr is not None and sys.stderr.isatty()
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
     written = False
 
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         nonlocal written
         if event.phase in {"hit", "note"}:
             return
-        counted = "" if event.total is None else f" {event.done or 0}/{event.total}"
-        line = f"{event.phase}{counted}: {event.message if event.message.isprintable() else ascii(event.message)}"
-        if shows:
+        count = "" if event.total is None else f" {event.done or 0}/{event.total}"
+        line = f"{event.phase}{count}: {event.message if event.message.isprintable() else ascii(event.message)}"
+        if on_terminal:
             written = True
             width = shutil.get_terminal_size().columns - 1
             _write("\r\x1b[2K" + f"Compiling {name}, {line}"[:width])
@@ -81,7 +81,7 @@ def told_while_waiting(name: str) -> Iterator[OnEvent]:
             log.info("Compiling %s, %s (%.1f s)", name, line, event.secs)
 
     try:
-        yield tell
+        yield on_event
     finally:
         if written:
             _write("\r\x1b[2K")

@@ -1,4 +1,4 @@
-"""What a user says of a model: the module, example calls, dynamic dimensions. Plain records, no torch.
+"""Records that describe a model: the module, its example calls and its dynamic dimensions. Must not import torch.
 
 A factory named by `MODEL` on the command line returns a `ModelSpec` or a plain `(module, args)`.
 """
@@ -17,15 +17,15 @@ DynamicDims = Mapping[str, Mapping[int, "str | tuple[str, int, int | None]"]]
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleCall:
-    """One example call of the model; each is traced into variants of its own.
+    """An example call of the model, which is traced into one or more variants.
 
     Args:
         args: Positional arguments, without the module itself.
         kwargs: Keyword arguments.
-        name: How people call it: "prefill", "decode", ...
+        name: A name for reports, such as "prefill" or "decode".
 
     Raises:
-        ModelError: One of them is of another type.
+        ModelError: A field has the wrong type.
     """
 
     args: tuple[Any, ...] = ()
@@ -33,20 +33,20 @@ class ExampleCall:
     name: str = "default"
 
     def __post_init__(self) -> None:
-        """Refuse a tensor in the tuple's place, and the like."""
-        _check(self, "args", (tuple, list), "a tuple, such as (x,)")
-        _check(self, "kwargs", Mapping, 'a dict, such as {"x": x}')
-        _check(self, "name", str, "a string")
+        """Check the fields' types, for instance that `args` is not a bare tensor."""
+        _check_type(self, "args", (tuple, list), "a tuple, such as (x,)")
+        _check_type(self, "kwargs", Mapping, 'a dict, such as {"x": x}')
+        _check_type(self, "name", str, "a string")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a model is served, which `cgtool check` needs to know and compiling does not.
+    """How `cgtool check` serves a model. Compiling does not use it.
 
     Args:
-        runner: Takes what `cgtool.load` returned (at level 0 the module itself) and a `CompilationConfig`, and returns
-            a `cgtool.ModelRunner` of it over a KV cache that is the check's own.
-        token_embeddings: Modules that turn token ids into rows, by their names in the model.
+        runner: Takes what `cgtool.load` returned (at level 0 the module itself) and a `CompilationConfig`. Returns a
+            `cgtool.ModelRunner` for it with a fresh KV cache.
+        token_embeddings: The names of the modules that embed token ids.
     """
 
     runner: Callable[[Any, Any], Any]
@@ -60,22 +60,22 @@ class ModelSpec:
     Args:
         module: The `torch.nn.Module`.
         calls: One or more example calls.
-        dynamic: Which dimensions change from call to call: `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
+        dynamic: The dimensions that change from call to call: `{"input_ids": {0: "batch", 1: ("seq", 1, 4096)}}`.
             Dimensions with the same name have the same size. Bounds are inclusive; the default is 1 to no limit.
-        splitting_ops: Ops to split at; None means the attention ops known to cgtool and those registered with
-            `splitting=True` that are in the graph.
-        method: The method of the module that is compiled.
-        prefix: Which compiled part of the model this is ("backbone", "eagle_head", ...).
-        name: What `inspect` shows; the class's name by default.
-        require: Dynamic dimension → its smallest and its largest size: further variants are traced until all of
-            these sizes are served, at which the model itself runs.
-        static_where_fixed: Whether a dynamic dimension that the model's code fixes is served at the example's size
-            alone, with a note; it is an error otherwise.
-        serving: How it is served, for `cgtool check`.
-        notes: What its author tells the user of it as it is warmed, a sentence each.
+        splitting_ops: The ops to split at. None means the attention ops known to cgtool and those registered with
+            `splitting=True`, as far as the graph contains them.
+        method: The method of the module to compile.
+        prefix: The compiled part of the model ("backbone", "eagle_head", ...).
+        name: The name that `inspect` shows. Defaults to the name of the class.
+        require: Dynamic dimension → (smallest, largest) size. Further variants are traced until all of these sizes at
+            which the model itself runs are covered.
+        static_where_fixed: Compile a dynamic dimension that the model's code fixes for the example's size only, with
+            a note, instead of raising an error.
+        serving: How `cgtool check` serves the model.
+        notes: Sentences to show to the user when the model is warmed.
 
     Raises:
-        ModelError: One of them is of another type.
+        ModelError: A field has the wrong type.
     """
 
     module: Any
@@ -91,27 +91,28 @@ class ModelSpec:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what is of another type; what `dynamic` says is read where the model is."""
-        _check(self, "calls", (tuple, list), "a list of cgtool.ExampleCall")
+        """Check the fields' types; `cgtool.dims` checks `dynamic`."""
+        _check_type(self, "calls", (tuple, list), "a list of cgtool.ExampleCall")
         for call in self.calls:
             if not isinstance(call, ExampleCall):
-                raise _wrong(self, "calls[...]", call, "a cgtool.ExampleCall")
+                raise _type_error(self, "calls[...]", call, "a cgtool.ExampleCall")
         for name in ("splitting_ops", "notes"):
-            _check(self, name, (tuple, list, type(None)), "a list of strings")
+            _check_type(self, name, (tuple, list, type(None)), "a list of strings")
         for name in ("method", "prefix"):
-            _check(self, name, str, "a string")
-        _check(self, "require", Mapping, 'a dict, such as {"batch": (1, 8)}')
+            _check_type(self, name, str, "a string")
+        _check_type(self, "require", Mapping, 'a dict, such as {"batch": (1, 8)}')
         for name, bounds in self.require.items():
             if not (isinstance(bounds, (tuple, list)) and [type(bound) for bound in bounds] == [int, int]):
-                raise _wrong(self, f"require[{name!r}]", bounds, "the smallest and the largest size, such as (1, 8)")
+                form = "a pair of the smallest and the largest size, such as (1, 8)"
+                raise _type_error(self, f"require[{name!r}]", bounds, form)
 
 
-def _check(record: Any, name: str, types: Any, form: str) -> None:
+def _check_type(record: Any, name: str, types: Any, form: str) -> None:
     value = getattr(record, name)
     if not isinstance(value, types):
-        raise _wrong(record, name, value, form)
+        raise _type_error(record, name, value, form)
 
 
-def _wrong(record: Any, name: str, value: object, form: str) -> ModelError:
+def _type_error(record: Any, name: str, value: object, form: str) -> ModelError:
     place, kind = f"{type(record).__name__}.{name}", type(value).__qualname__
-    return ModelError(f"{place} is of the type {kind}. Give {form}.", path=place, expected=form, actual=kind)
+    return ModelError(f"{place} must be {form}, not {kind}.", path=place, expected=form, actual=kind)

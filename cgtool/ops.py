@@ -1,12 +1,12 @@
-"""Which ops a graph is split at when nobody names any: known attention ops, collectives, and those registered here.
+"""The default splitting ops: known attention ops, collectives, and the ops registered here.
 
-Owns the registry that `splitting=True` writes to, and the spelling of an op's name. Must not import torch, so that the
-configuration and the command line can speak of ops. Names::
+Owns the registry behind `splitting=True`, and the grammar of op names. Must not import torch, because the configuration
+and the command line handle op names. Names::
 
     op      = ns "::" name | ns "::" name "." overload       a custom op or an ATen op
     op      = ident ("." ident)+                             a Python function that a Dynamo graph calls, dotted
 
-A user may write `ns.name` for `ns::name`; whoever compares names with a graph settles which of the two was meant.
+A user may write `ns.name` for `ns::name`; the ambiguity is resolved when names are matched with a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from cgtool.errors import UsageError
 from cgtool.threads import ForkedLock
 
-#: Namespaces of ops that come with torch: its version stands for them.
+#: Namespaces of torch's own ops, which torch's version identifies.
 TORCH_NAMESPACES: Final = frozenset(
     {
         *("aten", "prim", "prims", "debugprims", "rngprims", "higher_order", "inductor", "profiler", "static_runtime"),
@@ -27,10 +27,10 @@ TORCH_NAMESPACES: Final = frozenset(
         *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp"),
     }
 )
-#: Attention ops, and ops that live by attention's metadata (state-space mixers, KV-cache writes, sparse indexers), as
-#: they are named where they come from. Those that the graph at hand does not have are passed over.
+#: Attention ops, and ops that use attention metadata (state-space mixers, KV-cache writes, sparse indexers), as their
+#: projects name them. Ops that a graph does not contain are ignored.
 KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
-    # torch: what Dynamo leaves in a graph is the builtin, which is known by either of its two names.
+    # torch: Dynamo puts the builtin, which has two names, into the graph
     "torch.nn.functional.scaled_dot_product_attention",
     "torch._C._nn.scaled_dot_product_attention",
     "aten::scaled_dot_product_attention",
@@ -74,8 +74,8 @@ KNOWN_ATTENTION_OPS: Final[tuple[str, ...]] = (
     "flash_attn_3::_flash_attn_forward",
 )
 
-#: Collectives as Dynamo leaves them in a graph. Between pieces they are called as eager calls them; within packages of
-#: native code, two of one call were seen to wait for each other on the CPU.
+#: Collectives as Dynamo puts them into a graph. They run between pieces, as in eager mode: inside native packages, two
+#: collectives of one call were seen to deadlock on the CPU.
 COLLECTIVE_OPS: Final[tuple[str, ...]] = tuple(
     f"{namespace}::{name}"
     for namespace in ("_c10d_functional", "_c10d_functional_autograd")
@@ -94,18 +94,18 @@ _lock = ForkedLock()
 
 
 def register_splitting_op(name: str) -> None:
-    """Make an op one that graphs are split at when `splitting_ops` is None. Naming it again changes nothing.
+    """Register an op to split graphs at when `splitting_ops` is None. Registering it again has no effect.
 
     Args:
-        name: `ns::op`, `ns.op`, with or without overload, or a dotted Python function.
+        name: `ns::op` or `ns.op`, with or without overload, or the dotted name of a Python function.
 
     Raises:
         UsageError: `name` has none of these forms.
     """
     if not re.fullmatch(_OP_NAME, name, re.ASCII):
         msg = (
-            f"{name!r} does not name an op. Write it as ns::op (a custom op or an ATen op, with or without .overload) "
-            "or as the dotted name of a Python function."
+            f"{name!r} is not the name of an op. Write ns::op (a custom op or an ATen op, with or without .overload) "
+            "or the dotted name of a Python function."
         )
         raise UsageError(msg, expected="ns::op", actual=name)
     with _lock:
@@ -113,11 +113,11 @@ def register_splitting_op(name: str) -> None:
 
 
 def registered_splitting_ops() -> tuple[str, ...]:
-    """Return the registered names, in the order in which they were first registered."""
+    """Return the registered names, in order of registration."""
     with _lock:
         return tuple(_registered)
 
 
-def is_torchs_own(name: str) -> bool:
-    """Return whether the op `ns::op` comes with torch itself."""
+def is_torch_op(name: str) -> bool:
+    """Return whether the op `ns::op` is part of torch itself."""
     return name.partition("::")[0] in TORCH_NAMESPACES

@@ -53,20 +53,20 @@ def test_an_installed_adaptor_is_known_before_it_is_imported(installed):
 def test_two_distributions_with_one_name_are_named(installed):
     installed("toys", "toy = one:Toy")
     installed("more", "toy = two:Toy")
-    with pytest.raises(ConfigError, match="Two distributions bring an adaptor 'toy'"):
+    with pytest.raises(ConfigError, match="Two distributions provide an adaptor 'toy'"):
         is_adaptor("toy")
 
 
 @pytest.mark.parametrize("name", ["", "Toy", "a/b", "../x", "1st", "a" * 41, "a.b", "eager", "pt2", "json", None])
 def test_a_name_that_no_adaptor_can_have_is_refused(name):
-    with pytest.raises(ConfigError, match="is not a name"):
+    with pytest.raises(ConfigError, match="is not a valid name"):
         register_adaptor(name)
 
 
 def test_a_name_that_is_taken_is_refused_to_another_class():
     register_adaptor("toy")(type("Toy", (), {}))
     register_adaptor("toy")(type("Toy", (), {}))  # the module was imported again
-    with pytest.raises(ConfigError, match=r"The adaptor 'toy' is .*Toy already"):
+    with pytest.raises(ConfigError, match=r"Other cannot be registered as the adaptor 'toy', which is already .*Toy"):
         register_adaptor("toy")(type("Other", (), {}))
 
 

@@ -151,23 +151,23 @@ def test_equal_configurations_have_equal_hashes():
         ("compile_sizes", 8, "a list of positive integers"),
         ("compile_ranges", [[1, 16], [16, 32]], r"\[1, 16\] and \[16, 32\] do"),
         ("compile_ranges", [[8, 8]], "compile_sizes"),
-        ("compile_ranges", [[0, 8]], "is none"),
-        ("compile_ranges", [[9, 8]], "is none"),
-        ("compile_ranges", [[1, 2, 3]], "is none"),
+        ("compile_ranges", [[0, 8]], "is not one"),
+        ("compile_ranges", [[9, 8]], "is not one"),
+        ("compile_ranges", [[1, 2, 3]], "is not one"),
         ("compile_ranges", None, "a list"),
         ("size_dim", "a b", "name of a dynamic dimension"),
         ("adaptor", "inductr", "nearest is inductor"),
-        ("inductor_compile_config", [], "maps names"),
+        ("inductor_compile_config", [], "map names"),
         ("inductor_compile_config", {"a": object()}, "not JSON serializable"),
         ("inductor_compile_config", {"a": float("nan")}, "JSON values"),
-        ("inductor_compile_config", {"a": {1: 2}}, "1 is none"),
+        ("inductor_compile_config", {"a": {1: 2}}, "1 is not"),
         ("cudagraph_mode", "PIECE", "modes are NONE, PIECEWISE"),
         ("cudagraph_mode", True, "modes are"),
         ("cudagraph_mode", 1.0, "modes are"),
         ("cudagraph_capture_sizes", [], "one or more"),
         ("cuda_graph_sizes", [], "one or more"),
         ("cuda_graph_sizes", None, "one or more"),
-        ("cuda_graph_sizes", [8, 8], "named twice"),
+        ("cuda_graph_sizes", [8, 8], "listed twice"),
         ("cache_dir", 3, "a path"),
         ("cache_dir", "a\0b", "zero byte"),
         ("trusted_keys", "key.pub", "a list of paths"),
@@ -184,10 +184,10 @@ def test_a_wrong_value_is_a_sentence_that_names_the_field(name, value, says):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"use_inductor": False, "adaptor": "inductor"}, "take the adaptor 'eager'"),
+        ({"use_inductor": False, "adaptor": "inductor"}, "use the adaptor 'eager'"),
         ({"level": 2, "splitting_ops": ["a::b"]}, "use level 3"),
         ({"use_cudagraph": False, "cudagraph_mode": "FULL"}, "leave cudagraph_mode out"),
-        ({"use_cudagraph": False, "compile_sizes": ["cudagraph_capture_sizes"]}, "name the sizes"),
+        ({"use_cudagraph": False, "compile_sizes": ["cudagraph_capture_sizes"]}, "write the sizes"),
         ({"use_cudagraph": False, "cudagraph_copy_inputs": True}, "leave it out"),
         ({"cudagraph_mode": "FULL", "cudagraph_copy_inputs": True}, "leave it out"),
     ],
@@ -376,7 +376,7 @@ def test_there_are_five_modes_with_the_fields_own_values():
 
 
 def test_a_pair_is_no_part_of_a_mode():
-    with pytest.raises(ValueError, match="FULL_DECODE_ONLY is a pair of modes; ask for one of FULL, NONE, PIECEWISE"):
+    with pytest.raises(ValueError, match=r"FULL_DECODE_ONLY is a pair of modes. Pass one of FULL, NONE, PIECEWISE"):
         CUDAGraphMode.FULL.has_mode(CUDAGraphMode.FULL_DECODE_ONLY)
 
 

@@ -30,7 +30,7 @@ def test_registering_twice_keeps_one_name_in_its_first_place():
     "name", ["", "attention", "ns::", "::op", "a::b::c", "ns::op.", "ns op", "ns::op.x.y", "ns::op\n"]
 )
 def test_what_names_no_op_is_refused(name):
-    with pytest.raises(UsageError, match="does not name an op"):
+    with pytest.raises(UsageError, match="is not the name of an op"):
         register_splitting_op(name)
     assert name not in registered_splitting_ops()
 

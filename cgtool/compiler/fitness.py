@@ -27,7 +27,7 @@ from cgtool.errors import CompileError, chain_of
 from cgtool.graph._torch import OpOverload
 from cgtool.guards._torch import schema_of
 from cgtool.guards.code import is_composite
-from cgtool.ops import is_torchs_own
+from cgtool.ops import is_torch_op
 from cgtool.plan.pieces import NodeKind, PieceGraph
 
 _HEADERS = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch"
@@ -69,7 +69,7 @@ def fitness_of(graph: PieceGraph) -> Fitness:
     A compiler looks into a custom op that is composed of others, whose Python nobody can look at again at load.
     """
     device = next((meta.device for meta in (*graph.inputs, *graph.results)), "cpu")
-    composed = [name for name in graph.ops if not is_torchs_own(name) and is_composite(name)]
+    composed = [name for name in graph.ops if not is_torch_op(name) and is_composite(name)]
     if composed:
         reason = (
             f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
@@ -116,7 +116,7 @@ def _names_of(op: Any) -> set[str]:
 
 
 def _is_uncallable(op: Any, device: str) -> bool:
-    if is_torchs_own(_torch.op_name(op)):
+    if is_torch_op(_torch.op_name(op)):
         return not all(_has_shim(name, device) for name in _shims_of_templates(op))
     schema = schema_of(op)
     return any(result.alias_info for result in schema.returns) or any(

@@ -30,7 +30,7 @@ import torch.special
 
 from cgtool.errors import ArtifactError, SplitError
 from cgtool.graph import _torch
-from cgtool.ops import is_torchs_own
+from cgtool.ops import is_torch_op
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 _BUILTINS = frozenset({"abs", "bool", "divmod", "float", "getattr", "int", "len", "max", "min", "pow", "round", "sum"})
@@ -180,7 +180,7 @@ def _resolve_op(name: str) -> Any:
         return getattr(torch.ops.higher_order, parts[0], None) if parts[0] in RUN_BODIES and len(parts) == 1 else None
     if len(parts) not in (1, 2) or namespace.startswith("__"):
         return None
-    is_free = namespace in _COLLECTIVES or not is_torchs_own(f"{namespace}::")
+    is_free = namespace in _COLLECTIVES or not is_torch_op(f"{namespace}::")
     if not is_free and not (namespace in _COMPUTING and _only_computes(namespace, parts[0])):
         return None
     found: Any = getattr(torch.ops, namespace)

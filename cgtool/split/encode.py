@@ -19,7 +19,7 @@ from cgtool.graph.sympy_text import expression_text
 from cgtool.graph.targets import target_name
 from cgtool.graph.values import encode_value, tensor_meta
 from cgtool.guards.code import op_digest
-from cgtool.ops import is_torchs_own
+from cgtool.ops import is_torch_op
 from cgtool.plan.pieces import Json, Node, NodeKind, PieceGraph
 from cgtool.split import _torch as private
 from cgtool.split.bodies import encode_body, encode_node, nodes_with_bodies
@@ -181,7 +181,7 @@ def _ops_of(members: Sequence[fx.Node]) -> dict[str, str]:
     for node in nodes_with_bodies(members):
         if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
             names = [private.op_name(op) for op in private.overloads_of(node.target)]
-            found.update({name: op_digest(name) for name in names if name not in found and not is_torchs_own(name)})
+            found.update({name: op_digest(name) for name in names if name not in found and not is_torch_op(name)})
     return found
 
 

@@ -17,7 +17,7 @@ from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import Place, Roots, leads_to
 from cgtool.guards.state import STATE_NAMES, current
 from cgtool.host import count
-from cgtool.ops import is_torchs_own
+from cgtool.ops import is_torch_op
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard, Settled, source_words
 from cgtool.trace import _torch as private
@@ -278,7 +278,7 @@ def _own_method(roots: Roots) -> tuple[Guard, ...]:
 def slow_ops(names: Iterable[str]) -> tuple[str, ...]:
     """Return the ops (`ns.op` or `ns.op.overload`) whose first call imports Dynamo, as `ns::op`."""
     spelled = dict.fromkeys("::".join(name.split(".")[:2]) for name in names)
-    return tuple(name for name in spelled if private.made_by_custom_op(name) and not is_torchs_own(name))
+    return tuple(name for name in spelled if private.made_by_custom_op(name) and not is_torch_op(name))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

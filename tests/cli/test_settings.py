@@ -162,8 +162,8 @@ def test_an_unknown_key_of_a_file_names_the_file(repo):
         ({"variables": {"CGTOOL_LEVEL": "9"}}, "The variable CGTOOL_LEVEL: level is 9: levels are 0"),
         ({"compilation_config": {"level": "x"}}, "--compilation-config, key level: level is 'x': levels are 0"),
         ({"flags": {"compile_sizes": [0]}}, "--compile-sizes: compile_sizes is [0]: sizes are positive integers"),
-        ({"flags": {"inductor_compile_config": []}}, "--inductor-config: inductor_compile_config is []: it maps"),
-        ({"compilation_config": "{"}, "--compilation-config is '{': it is no JSON"),
+        ({"flags": {"inductor_compile_config": []}}, "--inductor-config: inductor_compile_config is []: it must map"),
+        ({"compilation_config": "{"}, "--compilation-config is '{': it is not valid JSON"),
         ({"compilation_config": "[1]"}, "--compilation-config is '[1]'. Give an object such as"),
         ({"compilation_config": '{"level": 1, "level": 2}'}, "--compilation-config is "),
     ],
@@ -180,7 +180,7 @@ def test_a_wrong_value_of_a_lower_source_is_told_even_where_a_higher_one_wins(re
 def test_a_contradiction_names_both_sources(repo):
     (repo / "cgtool.toml").write_text('splitting_ops = ["a::b"]\n')
     said = refusal(repo, flags={"level": 2})
-    assert said.startswith("Level 2 compiles the graph whole")
+    assert said.startswith("Level 2 does not split the graph")
     assert said.endswith(f"(level: --level; splitting_ops: {repo}/cgtool.toml, key splitting_ops)")
 
 

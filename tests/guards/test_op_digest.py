@@ -8,7 +8,7 @@ import torch
 
 from cgtool.errors import SplitError
 from cgtool.guards.code import op_digest
-from cgtool.ops import is_torchs_own
+from cgtool.ops import is_torch_op
 
 pytestmark = pytest.mark.torch
 
@@ -109,6 +109,6 @@ def test_an_unknown_op_is_an_error() -> None:
 
 
 def test_ops_of_torch_have_different_digests() -> None:
-    assert is_torchs_own("aten::mm.default")
-    assert is_torchs_own("_c10d_functional::all_reduce")
-    assert not is_torchs_own("vllm::unified_attention")
+    assert is_torch_op("aten::mm.default")
+    assert is_torch_op("_c10d_functional::all_reduce")
+    assert not is_torch_op("vllm::unified_attention")

@@ -431,21 +431,21 @@ class TestWrongCode:
             ("ModelSpec(module=nn.Linear(2, 2), calls=[])", "without calls. Give it one or more"),
             (
                 "ModelSpec(module=nn.Linear(2, 2), calls=[(torch.ones(2),)])",
-                "calls.* of the type tuple. Give a cgtool.Ex",
+                "calls.* must be a cgtool.ExampleCall, not tuple",
             ),
             (
                 "ModelSpec(module=nn.Linear(2, 2), calls=ExampleCall())",
-                "of the type ExampleCall. Give a list of cgtool.Ex",
+                "calls must be a list of cgtool.ExampleCall, not ExampleCall",
             ),
-            ("ExampleCall(args=torch.ones(2))", "ExampleCall.args is of the type .*Tensor. Give a tuple"),
-            ("ExampleCall(kwargs=[1])", "ExampleCall.kwargs is of the type list. Give a dict"),
+            ("ExampleCall(args=torch.ones(2))", "ExampleCall.args must be a tuple, .*, not .*Tensor"),
+            ("ExampleCall(kwargs=[1])", "ExampleCall.kwargs must be a dict, .*, not list"),
             (
                 "ModelSpec(module=None, calls=[], splitting_ops='aten::mm')",
-                "splitting_ops is of the type str. Give a list",
+                "splitting_ops must be a list of strings, not str",
             ),
             (
                 "ModelSpec(module=None, calls=[], require={'n': 5})",
-                "require.'n'. is of the type int. Give the smallest",
+                "require.'n'. must be a pair of the smallest and the largest size, .*, not int",
             ),
             ("ModelSpec(module=nn.Linear(2, 2), calls=[ExampleCall()], method='decode')", "no method decode"),
         ],

@@ -122,7 +122,7 @@ def test_compile_warms_what_is_missing_and_finds_it_again(model_of, tmp_path, na
         same_tokens(model, served, prompt(), max_new_tokens=14)
     same_generations(model, served)
     assert len(list((tmp_path / "torch_compile_cache").glob("*/key.json"))) == 1
-    with pytest.raises(UsageError, match="brings example and dimensions of its own"):
+    with pytest.raises(UsageError, match="defines its own example and dynamic dimensions"):
         cgtool.compile(model, cache="static", dynamic={"input_ids": {0: "batch"}}, cache_dir=tmp_path)
 
 

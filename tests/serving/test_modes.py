@@ -106,7 +106,7 @@ def test_older_flags_are_ways_to_say_a_mode(fields, mode):
 
 def test_two_ways_to_say_a_mode_contradict_each_other():
     for other in ({"cudagraph_mode": "FULL"}, {"use_cudagraph": False}):
-        with pytest.raises(ConfigError, match="it is an older way to say cudagraph_mode"):
+        with pytest.raises(ConfigError, match="it is the older form of cudagraph_mode"):
             CompilationConfig(full_cuda_graph=True, **other)
 
 
