@@ -1,18 +1,18 @@
-"""The child's half of `cgtool.processes`: what it and its parent say to each other, and what leaves nothing running.
+"""The child's side of `cgtool.processes`: the protocol, and the keeper that leaves no process behind.
 
-A child serves one program, a function that takes a `Channel`: one end of a pair of sockets. A request, a note and an
-answer are each a record with bytes beside it::
+A child runs a program: a function that takes a `Channel`, one end of a socket pair. Requests, notes and answers are
+messages of one form::
 
-    1 byte      what it is: "r" ready, "q" request, "n" note, "a" answer, "l" last answer: the child ends
-    8, 8 bytes  length of the record and of the bytes, big endian
-    record      JSON; nothing for "r"
-    bytes       an artifact, or nothing
+    1 byte      kind: "r" ready, "q" request, "n" note, "a" answer, "l" last answer, after which the child exits
+    8, 8 bytes  lengths of the record and of the data, big endian
+    record      JSON; empty for "r"
+    data        an artifact, or empty
 
-Above each child stands a keeper, a small process that leads a session: the child is forked off it before torch is
-imported. It ends the child and all that came from it, in whatever session, when the parent ends or lets go of its
-socket, and when the child ends; then it ends in the same way as the child, so that the parent, which waits for the
-keeper, learns of the signal. Processes are asked to end (SIGTERM) before they are killed: a compiler that is cut short
-in writing a precompiled header would spoil every later compile on this machine.
+Each child has a keeper, a small process that leads a session and forks the child before torch is imported. When the
+child ends, and when the parent ends or closes its socket, the keeper ends the child and all its descendants, in any
+session. It then exits with the child's exit code or signal, for the parent, which waits for the keeper. Processes get
+SIGTERM before SIGKILL: a compiler that is killed while it writes a precompiled header would break every later compile
+on this machine.
 
 Must not import torch.
 """
@@ -36,10 +36,10 @@ from typing import NoReturn, TypeVar
 from cgtool.plan.grammar import Record, decode, encode
 
 READY, REQUEST, NOTE, ANSWER, LAST = b"r", b"q", b"n", b"a", b"l"
-#: How long a process that was asked to end has before it is killed.
+#: The time between SIGTERM and SIGKILL.
 GRACE_SECS = 1.0
-#: How often a keeper checks whether it was orphaned, in case its socket does not tell, in milliseconds.
-_LOOK_MS = 1000
+#: How often a keeper checks whether it was orphaned, in case its socket does not report it, in milliseconds.
+_POLL_MS = 1000
 _HEAD = struct.Struct(">cQQ")
 _CHUNK_BYTES = 1 << 20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,7 +60,7 @@ class Channel:
         return decode(self.receive()[1], kind)
 
     def requests(self, kind: type[_Given]) -> Iterator[tuple[_Given, bytes]]:
-        """Say that the child is ready, and yield each request with the bytes beside it until the parent lets go."""
+        """Report that the child is ready, then yield each request and its data until the parent hangs up."""
         self.send(READY)
         while True:
             try:
@@ -70,11 +70,11 @@ class Channel:
             yield decode(record, kind), data
 
     def note(self, record: Record) -> None:
-        """Say something before the answer."""
+        """Send a note before the answer."""
         self.send(NOTE, record)
 
     def answer(self, record: Record, data: bytes = b"", *, last: bool = False) -> None:
-        """Answer a request; the program ends after its last answer."""
+        """Answer a request; the program exits after its last answer."""
         self.send(LAST if last else ANSWER, record, data)
 
     # both sides
@@ -82,7 +82,13 @@ class Channel:
     def send(
         self, kind: bytes, record: Record | None = None, data: bytes = b"", *, deadline: float | None = None
     ) -> None:
-        """Send one message; `kind` is one of the head of this module, and no deadline waits for ever.
+        """Send a message.
+
+        Args:
+            kind: READY, REQUEST, NOTE, ANSWER or LAST.
+            record: The record; None sends an empty one.
+            data: The data.
+            deadline: A time on the clock of `time.monotonic`; None waits without limit.
 
         Raises:
             TimeoutError: The deadline passed.
@@ -96,7 +102,7 @@ class Channel:
             self._sock.sendall(data)
 
     def receive(self, *, deadline: float | None = None) -> tuple[bytes, bytes, bytes]:
-        """Return what the next message is, its record and the bytes beside it.
+        """Return the kind, record and data of the next message.
 
         Raises:
             TimeoutError: The deadline passed.
@@ -107,7 +113,7 @@ class Channel:
         return kind, self._exactly(record_bytes, deadline), self._exactly(data_bytes, deadline)
 
     def hang_up(self) -> None:
-        """Let the other end know that nothing more is said or heard; any thread may."""
+        """Shut the connection down in both directions. Thread-safe."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -116,14 +122,14 @@ class Channel:
         self._sock.close()
 
     def _exactly(self, num_bytes: int, deadline: float | None) -> bytes:
-        found = bytearray()
-        while len(found) < num_bytes:
+        received = bytearray()
+        while len(received) < num_bytes:
             self._sock.settimeout(_remaining(deadline))
-            part = self._sock.recv(min(num_bytes - len(found), _CHUNK_BYTES))
+            part = self._sock.recv(min(num_bytes - len(received), _CHUNK_BYTES))
             if not part:
                 raise EOFError
-            found += part
-        return bytes(found)
+            received += part
+        return bytes(received)
 
 
 def _remaining(deadline: float | None) -> float | None:
@@ -136,7 +142,7 @@ def _remaining(deadline: float | None) -> float | None:
 
 
 def serve(descriptor: int, program: str) -> None:
-    """Be a child, with one end of a pair of sockets: what the command line of one calls."""
+    """Run as a child, with the socket `descriptor`; the entry point of a child's command line."""
     _split_off(descriptor)
     faulthandler.enable()
     module, _, function = program.partition(":")
@@ -145,25 +151,25 @@ def serve(descriptor: int, program: str) -> None:
 
 
 def _split_off(lifeline: int) -> None:
-    """Fork: the child returns, the parent stays as its keeper and never returns."""
-    import resource  # not on every system
+    """Fork: the child returns, and the parent becomes its keeper and never returns."""
+    import resource  # missing on some systems
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here, and its core gigabytes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected, and core dumps take gigabytes
     above, keeper = os.getppid(), os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     ended, alive = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(ended)  # the other end stays open in the child until it ends, and tells the keeper of that
+        os.close(ended)  # the other end stays open until the child ends, which the keeper then notices
         end_with(keeper)
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that the keeper is gone means that all are
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the keeper must be the last to end
     os.close(alive)
     _keep(child, ended=ended, lifeline=lifeline, above=above)
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when the thread that forked it ends, or end it now where that happened already."""
+    """Have this process killed when the thread that forked it ends; exit now if that has happened already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -171,27 +177,27 @@ def end_with(parent: int) -> None:
 
 def _keep(child: int, *, ended: int, lifeline: int, above: int) -> NoReturn:
     watch = select.poll()
-    watch.register(lifeline, 0)  # POLLHUP alone: what is said there is the child's
+    watch.register(lifeline, 0)  # POLLHUP only: messages are for the child
     watch.register(ended, 0)
     while True:
-        happened = {descriptor for descriptor, _ in watch.poll(_LOOK_MS)}
-        found, status = os.waitpid(child, 0 if ended in happened else os.WNOHANG)
-        if found:
+        hung_up = {descriptor for descriptor, _ in watch.poll(_POLL_MS)}
+        pid, status = os.waitpid(child, 0 if ended in hung_up else os.WNOHANG)
+        if pid:
             _end_descendants()
             _end_as(os.waitstatus_to_exitcode(status))
-        if lifeline in happened or os.getppid() != above:
+        if lifeline in hung_up or os.getppid() != above:
             _end_descendants()
             os._exit(1)
 
 
 def _end_descendants() -> None:
-    """Ask all descendants to end, kill those that do not, and reap them: this process adopts orphans."""
+    """Terminate all descendants, kill those that remain, and reap them; this process adopts orphans."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signum)
         deadline = time.monotonic() + GRACE_SECS
-        with contextlib.suppress(ChildProcessError):  # nobody is left
+        with contextlib.suppress(ChildProcessError):  # none is left
             while time.monotonic() < deadline:
                 if os.waitpid(-1, os.WNOHANG) == (0, 0):
                     time.sleep(0.005)
@@ -208,23 +214,23 @@ def _end_as(code: int) -> NoReturn:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process started, directly or not; none where there is no /proc."""
+    """Return the ids of a process's descendants; [] without /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # pid (name, which may hold anything) state parent ...
+            # pid (name, which may contain anything) state parent ...
             parent = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(folder.name))
-    found: list[int] = []
-    seen = [pid]
-    while seen:
-        born = children.get(seen.pop(), [])
-        found += born
-        seen += born
-    return found
+    result: list[int] = []
+    pending = [pid]
+    while pending:
+        started = children.get(pending.pop(), [])
+        result += started
+        pending += started
+    return result
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set one attribute of this process; where libc has no prctl, only the keeper's own checks remain."""
+    """Set an attribute of this process. Without prctl in libc, only the keeper's own checks remain."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)

@@ -1,8 +1,6 @@
-"""What this process runs in and does: its environment, the machine, this Python, counters. No torch.
+"""The environment of this process: variables, machine, Python, C++ compiler, counters. Must not import torch.
 
-The only reader of `os.environ`. A start from the cache imports this and not `cgtool.config`, which knows what the
-fields of a configuration may hold. The C++ compiler is asked for its version once per process, and again only when its
-file changed.
+The only reader of `os.environ`. A start from the cache imports this module and not `cgtool.config`.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ if TYPE_CHECKING:
 
 
 class Environment(NamedTuple):
-    """What cgtool reads from the environment of this process."""
+    """The environment variables that cgtool reads."""
 
     cache_dir: str | None
     disable_cache: bool
-    #: Every CGTOOL_ variable by its full name, unread and unchecked.
+    #: Every CGTOOL_ variable by its full name, unparsed.
     variables: Mapping[str, str]
-    #: The C++ compiler that Inductor is told to use.
+    #: The C++ compiler for Inductor.
     cxx: str | None
-    #: RANK, else LOCAL_RANK, else 0: this process's place in its model-parallel group.
+    #: RANK, else LOCAL_RANK, else 0: the rank in the model-parallel group.
     rank: int
-    #: The user's own.
+    #: The user's login shell.
     shell: str | None
     trusted_keys: tuple[str, ...]
     allow_shared_cache: bool
 
 
-#: A variable with one of these prefixes is taken to change code, unless it is known not to.
+#: A variable with one of these prefixes is assumed to change code, unless it is known to be harmless.
 _CODE_PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_", "TRITON_", "AOT_INDUCTOR_", "ATEN_", "CUTLASS_")
 
-#: Known to change no code: places, logs, caches, jobs, timeouts, communication. Read in torch 2.11 to 2.13. Plain names
-#: and beginnings of names: to compile one pattern for them all takes longer than a start has for its whole import.
+#: Variables that do not change code: paths, logs, caches, jobs, timeouts, communication. Taken from torch 2.11 to 2.13.
+#: Names and prefixes instead of one pattern, whose compilation would take too long for the import.
 _HARMLESS = frozenset(
     {
         *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_WORKER_START"),
@@ -85,10 +83,10 @@ _HARMLESS_PREFIXES = (
 
 
 def environment(source: Mapping[str, str] | None = None) -> Environment:
-    """Return what the environment says now.
+    """Read the environment as it is now.
 
     Raises:
-        ConfigError: A variable that holds a rank, a bool or paths of keys holds something else.
+        ConfigError: A variable for a rank, a bool or paths of keys has an invalid value.
     """
     values = os.environ if source is None else source
     return Environment(
@@ -121,15 +119,15 @@ def code_variables(source: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _comes_with_torch(file: str) -> bool:
-    """Return whether a file is one of torch's: Inductor names torch's ptxas to Triton where it first compiles."""
+    """Return whether torch contains a file: Inductor sets TRITON_PTXAS_PATH to torch's ptxas when it first compiles."""
     torch = importlib.util.find_spec("torch")
     return torch is not None and torch.origin is not None and Path(torch.origin).parent in Path(file).parents
 
 
 def variables_now(names: Iterable[str]) -> dict[str, str | None]:
-    """Return {variable: its value in this process}, None where it is unset."""
+    """Return the values of variables in this process; None if unset."""
     values = {name: os.environ.get(name) for name in names}
-    # Bytes that are no UTF-8 come as halves of characters, for which a file of UTF-8 has no place.
+    # bytes that are not UTF-8 are surrogates here, which cannot be encoded as UTF-8
     return {
         name: None if value is None else value.encode("utf-8", "xmlcharrefreplace").decode("utf-8")
         for name, value in values.items()
@@ -137,21 +135,21 @@ def variables_now(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def child_variables(changes: Mapping[str, str], *, without: str = "") -> dict[str, str]:
-    """Return the environment for a child process: ours with changes, less the names that begin with `without`."""
+    """Return this environment with `changes`, without the names that begin with `without`, for a child process."""
     kept = {name: value for name, value in os.environ.items() if not (without and name.startswith(without))}
     return {**kept, **changes}
 
 
 def _field(values: Mapping[str, str], field: str, *, otherwise: Any) -> Any:
-    """Return a configuration field from its variable, which holds for a process with or without a configuration."""
+    """Return a configuration field that its variable sets for the whole process, with or without a configuration."""
     variable = f"CGTOOL_{field.upper()}"
     text = values.get(variable)
     if text is not None and field == "trusted_keys" and not text.strip(" \t,"):
-        message = f"The variable {variable} is set and names no key. Name files or folders of keys, or unset it."
+        message = f"The variable {variable} is set but empty. Set it to files or folders of keys, or unset it."
         raise ConfigError(message, path=variable, expected="paths of public keys", actual=text)
     if not text:
         return otherwise
-    from cgtool.config import parse_field  # only for who sets the variable
+    from cgtool.config import parse_field  # imported lazily: the variables are rarely set
 
     try:
         return parse_field(field, text)
@@ -165,20 +163,20 @@ def _rank(values: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        message = f"The variable {name} is {text!r}: it is the number of a process, 0 or more. Unset it or correct it."
+        message = f"The variable {name} is {text!r}: it must be a rank, 0 or more. Correct it or unset it."
         raise ConfigError(message, path=name, expected="a whole number, 0 or more", actual=text)
     return int(text)
 
 
-#: What of cgtool decides which graph, guards and plan a model gives, and what a plan means as it is loaded.
+#: The folders of cgtool whose code determines a model's graph, guards and plan, and the meaning of a plan.
 _DECIDING = ("graph", "guards", "plan", "runtime", "split", "trace")
-#: Where installers put packages, whose files then stay as their version has them.
+#: Folders of installed packages, whose files the version identifies.
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
-#: What Inductor takes on Linux where CXX says nothing.
+#: Inductor's default compiler on Linux.
 _COMPILER = "g++"
 _COMPILER_SECS = 20.0
-#: How flags of /proc/cpuinfo that name instructions begin; the others speak of power, mitigations and virtual machines.
+#: Prefixes of the flags in /proc/cpuinfo that are instruction sets; others are about power, mitigations and VMs.
 _INSTRUCTIONS = (
     *("sse", "ssse", "avx", "amx", "fma", "bmi", "f16c", "popcnt", "abm", "lzcnt", "aes", "vaes", "sha", "gfni"),
     *("pclmulqdq", "vpclmulqdq", "movbe", "adx", "rdrnd", "rdseed", "cx16", "xsave", "movdiri", "movdir64b", "clwb"),
@@ -194,10 +192,10 @@ def python_name() -> str:
 
 @lru_cache(maxsize=1)
 def triton_version() -> str | None:
-    """Return the version of Triton, by whichever name it was installed, or None where it is not."""
-    if importlib.util.find_spec("triton") is None:  # the module of all its packages, quicker to look for than they are
+    """Return the version of Triton, under any of its distribution names; None if it is not installed."""
+    if importlib.util.find_spec("triton") is None:  # the module of every distribution, and quicker to find
         return None
-    from importlib import metadata  # a hundredth of a second, and seldom wanted
+    from importlib import metadata  # takes 10 ms, and is rarely needed
 
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu"):
         try:
@@ -208,21 +206,21 @@ def triton_version() -> str | None:
 
 
 def cgtool_build() -> dict[str, str | None]:
-    """Return cgtool's version and, where it runs from a checkout, the digest of the code that decides what is built."""
-    return {"version": __version__, "source": _own_source()}
+    """Return cgtool's version and, in a checkout, the digest of the code that determines what is compiled."""
+    return {"version": __version__, "source": _source_digest()}
 
 
 @lru_cache(maxsize=1)
-def _own_source() -> str | None:
+def _source_digest() -> str | None:
     package = Path(__file__).parent
     if package.parent.name in _INSTALLED:
         return None
     digest = hashlib.sha256()
     for folder in _DECIDING:
-        with os.scandir(package / folder) as found:
-            paths = sorted(entry.path for entry in found if entry.name.endswith(".py"))
+        with os.scandir(package / folder) as entries:
+            paths = sorted(entry.path for entry in entries if entry.name.endswith(".py"))
         for path in paths:
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a fifth of the time of Path's
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - five times as fast as Path
                 data = file.readall()
             digest.update(f"{folder}/{os.path.basename(path)} {len(data)}\n".encode())  # noqa: PTH119 - a str
             digest.update(data)
@@ -230,11 +228,11 @@ def _own_source() -> str | None:
 
 
 def cpu_flags() -> list[str]:
-    """Return the instruction sets of the first CPU, sorted; [] where the system does not say."""
+    """Return the instruction sets of the first CPU, sorted; [] if the system does not report them."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
-            named = (line.partition(":") for line in lines)
-            flags = next((flags for name, _, flags in named if name.strip() in ("flags", "Features")), "")
+            fields = (line.partition(":") for line in lines)
+            flags = next((flags for name, _, flags in fields if name.strip() in ("flags", "Features")), "")
     except OSError:
         return []
     return sorted(flag for flag in flags.split() if flag.startswith(_INSTRUCTIONS))
@@ -244,68 +242,71 @@ def cpu_flags() -> list[str]:
 _Compiler = tuple[str, int, int]
 
 
-def ask_compiler() -> None:
-    """Ask the C++ compiler for its version without waiting for the answer, which `compiler_version` returns."""
+def prefetch_compiler_version() -> None:
+    """Start the C++ compiler to query its version, without waiting for `compiler_version`."""
     compiler = _compiler()
     if compiler is not None:
-        _question(compiler)
+        _query(compiler)
 
 
 def compiler_version() -> str | None:
-    """Return the version that torch's C++ compiler reports of itself; None where there is no working one."""
+    """Return the version of torch's C++ compiler; None if there is no working one.
+
+    The compiler runs once per process, and again if its file changes.
+    """
     compiler = _compiler()
-    return None if compiler is None else _question(compiler).answer()
+    return None if compiler is None else _query(compiler).result()
 
 
-class _Question:
-    """A compiler that is asked for its version; several threads may wait for the answer."""
+class _VersionQuery:
+    """A run of a compiler that reports its version; several threads may wait for the result."""
 
     def __init__(self, program: str) -> None:
         self._program = program
         self._lock = ForkedLock()
         self._process = _start(program)
-        self._asked_by = os.getpid()
-        self._is_answered = False
-        self._answer: str | None = None
+        self._started_by = os.getpid()
+        self._is_done = False
+        self._version: str | None = None
 
-    def answer(self) -> str | None:
-        """Wait for the answer and return it."""
+    def result(self) -> str | None:
+        """Wait for the version."""
         with self._lock:
-            if not self._is_answered:
+            if not self._is_done:
                 process, self._process = self._process, None
-                # Asked again where a wait was interrupted, and in a fork: that answer is its parent's to read.
-                if process is None or self._asked_by != os.getpid():
+                # Run it again if a wait was interrupted, or in a fork, where the output is the parent's to read.
+                if process is None or self._started_by != os.getpid():
                     process = _start(self._program)
-                self._answer = None if process is None else _said_by(process)
-                self._is_answered = True
-            return self._answer
+                self._version = None if process is None else _read_version(process)
+                self._is_done = True
+            return self._version
 
 
-_questions: dict[_Compiler, _Question] = {}
+_queries: dict[_Compiler, _VersionQuery] = {}
 _lock = ForkedLock()
 
 
-def _question(compiler: _Compiler) -> _Question:
+def _query(compiler: _Compiler) -> _VersionQuery:
     with _lock:
-        if compiler not in _questions:
-            _questions[compiler] = _Question(compiler[0])
-        return _questions[compiler]
+        if compiler not in _queries:
+            _queries[compiler] = _VersionQuery(compiler[0])
+        return _queries[compiler]
 
 
 def _compiler() -> _Compiler | None:
     program, *_ = (environment().cxx or "").split() or [_COMPILER]
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         return None
     try:
-        stat = os.stat(found)  # noqa: PTH116 - a path costs more than the look
+        stat = os.stat(path)  # noqa: PTH116 - faster than Path
     except OSError:
         return None
-    return found, stat.st_mtime_ns, stat.st_size
+    return path, stat.st_mtime_ns, stat.st_size
 
 
 def _start(program: str) -> subprocess.Popen[str] | None:
-    import subprocess  # kept out of the command line's start
+    import subprocess  # imported lazily: slow, and rarely needed by commands
 
     try:
         return subprocess.Popen(  # noqa: S603 - the compiler that torch itself would run
@@ -320,37 +321,39 @@ def _start(program: str) -> subprocess.Popen[str] | None:
         return None
 
 
-def _said_by(process: subprocess.Popen[str]) -> str | None:
+def _read_version(process: subprocess.Popen[str]) -> str | None:
     import subprocess
 
     with process:
         try:
-            answer, _ = process.communicate(timeout=_COMPILER_SECS)
+            output, _ = process.communicate(timeout=_COMPILER_SECS)
         except subprocess.TimeoutExpired:
             process.kill()
             return None
-    lines = answer.strip().splitlines()
+    lines = output.strip().splitlines()
     if process.returncode != 0 or not lines:
-        return None  # what cannot say its version compiles nothing
-    # GCC begins with the name that it was called by: c++, g++ and x86_64-linux-gnu-g++ are one compiler
-    name, _, said = lines[0].partition(" ")
-    return said if said.startswith("(") and name else lines[0]
+        return None
+    # GCC prints the name it was called by first, but c++, g++ and x86_64-linux-gnu-g++ are one compiler
+    name, _, version = lines[0].partition(" ")
+    return version if version.startswith("(") and name else lines[0]
 
 
 def opening(make: Callable[..., int], *arguments: Any) -> Iterable[int]:
-    """Return an iterable of one descriptor, which is opened as the iterable is unpacked or extends a list.
+    """Return an iterable of one descriptor, which is opened when the iterable is unpacked or extends a list.
 
-    Opening and keeping are then one step of Python, between whose halves no Ctrl-C can lose the descriptor. `make` must
-    not be written in Python: `os.open`, `os.memfd_create`.
+    Opening and storing then happen in one bytecode instruction, so that Ctrl-C cannot leak the descriptor. `make` must
+    be a C function: `os.open`, `os.memfd_create`.
     """
     return map(make, *[(argument,) for argument in arguments])
 
 
 def closing(descriptors: list[int]) -> None:
-    """Close descriptors and empty the list, within one step of Python: Ctrl-C leaves none open, nor one to close twice.
+    """Close descriptors and empty the list.
+
+    This happens in one bytecode instruction, so that Ctrl-C neither leaks a descriptor nor leaves a closed one listed.
 
     Raises:
-        OSError: One could not be closed.
+        OSError: A descriptor could not be closed.
     """
     deque(map(os.close, map(list.pop, [descriptors] * len(descriptors))), maxlen=0)
 
@@ -359,13 +362,13 @@ _Item = TypeVar("_Item")
 
 
 def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Item]) -> None:
-    """Do `work`, which must not raise, on both halves of `items` at once: reading and hashing release Python's lock."""
+    """Run `work` on the halves of `items` in two threads; it must not raise. Reading and hashing release the GIL."""
     half = len(items) // 2
     other = threading.Thread(target=work, args=(items[:half],))
     try:
         if half:
             other.start()
-    except RuntimeError:  # this user may have no more threads
+    except RuntimeError:  # the user's limit of threads is reached
         half = 0
     work(items[half:])
     if half:
@@ -374,11 +377,11 @@ def on_two_threads(work: Callable[[Sequence[_Item]], None], items: Sequence[_Ite
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Put off collections while the block runs.
+    """Disable garbage collection while the block runs.
 
     After `import torch` a full collection visits some 170,000 objects, which takes longer than everything else in a
-    start, and the objects made during a start trigger one. Nothing is lost: the next collection finds what became
-    garbage. Objects made meanwhile count as old afterwards, so that only a full collection visits all of them.
+    start, and the objects made during a start trigger one. Later collections find the garbage. Objects made in the
+    block move to the oldest generation, so that only full collections visit them.
     """
     if not gc.isenabled():
         yield
@@ -387,37 +390,37 @@ def gc_paused() -> Iterator[None]:
         gc.disable()
         yield
     finally:
-        if not gc.get_freeze_count():  # else somebody froze what must stay so
+        if not gc.get_freeze_count():  # objects that the program froze must stay frozen
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()
 
 
-Happening = Literal["traces", "compiles", "opens", "captures", "replays", "eager_calls"]
+Counter = Literal["traces", "compiles", "opens", "captures", "replays", "eager_calls"]
 
 _counts = {"traces": 0, "compiles": 0, "opens": 0, "captures": 0, "replays": 0, "eager_calls": 0}
-_counting = ForkedLock()
+_counts_lock = ForkedLock()
 
 
-def count(what: Happening) -> None:
-    """Note that something happened once."""
-    with _counting:
-        _counts[what] += 1
+def count(counter: Counter) -> None:
+    """Increment a counter."""
+    with _counts_lock:
+        _counts[counter] += 1
 
 
 def counters() -> dict[str, int]:
-    """Return how often each thing happened in this process.
+    """Return the counters of this process.
 
-    Traces, compiles, opens of artifacts, captures and replays of CUDA graphs, and calls that no compiled variant served
-    and that ran eagerly, as was asked for.
+    They count traces, compiles, opened artifacts, captures and replays of CUDA graphs, and calls that ran eagerly
+    because no compiled variant covered them.
     """
-    with _counting:
+    with _counts_lock:
         return dict(_counts)
 
 
 @contextlib.contextmanager
 def silenced(*names: str) -> Iterator[None]:
-    """Keep loggers quiet that repeat, at length, an error that is raised anyway."""
+    """Disable loggers, which would repeat at length an error that is raised anyway."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:

@@ -1,9 +1,9 @@
-"""Children: Python processes that answer requests, and that leave nothing running, however they or their parent end.
+"""Child processes that answer requests, and that leave no process behind however they or their parent end.
 
-This is the parent's half: starting a child, asking it, waiting no longer than a deadline, ending it, and saying what
-it died of. `cgtool.child` is the other half, with the protocol and what ends all that came from a child. What a child
-and all that it starts print goes into a file in memory, whose last lines an error shows. `run_in_copy` forks this
-process, for work on what it alone has: a live model. Must not import torch.
+This is the parent's side: it starts a child, sends requests, enforces deadlines, ends the child and reports how it
+died. `cgtool.child` is the child's side, with the protocol. The output of a child and its descendants goes to an
+in-memory file, whose last lines errors show. `run_in_copy` forks this process instead, for work on a live model. Must
+not import torch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from cgtool.child import GRACE_SECS, LAST, NOTE, REQUEST, Channel, end_with
 from cgtool.errors import CgtoolError
 from cgtool.plan.grammar import Record, decode
 
-#: How long a child may take to be ready, on a machine that is busy: importing torch and Inductor is slow.
+#: The time limit for a child to get ready: importing torch and Inductor is slow on a busy machine.
 _START_SECS = 600.0
-#: How long a keeper may take to end its child.
+#: The time limit for a keeper to end its child.
 _END_SECS = 4 * GRACE_SECS
-#: How often a wait for a copy of this process checks whether the copy has ended.
-_LOOK_SECS = 1.0
-#: How much of a log's end is read and shown.
+#: How often `run_in_copy` checks whether the copy has ended.
+_POLL_SECS = 1.0
+#: How much of the end of a log is read and shown.
 _TAIL_BYTES, _TAIL_LINES, _LINE_CHARS = 16_384, 12, 200
-#: How a crash's report begins, whose first lines say the most: the innermost call comes first.
+#: The first line of a crash report. Its first lines are the most relevant: the innermost call comes first.
 _CRASH = "Fatal Python error"
 
-#: A child finds modules where its parent does, and nowhere else; cgtool itself may be one of them.
+#: A child has its parent's `sys.path`, which may be needed to find cgtool itself.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from cgtool.child import serve; serve(int(sys.argv[2]), sys.argv[3])"
@@ -54,15 +54,15 @@ _BOOT = (
 class Ending:
     """How a child ended."""
 
-    #: Negative for a signal; None where it took too long and was ended.
+    #: The exit code; negative for a signal, None if it timed out.
     code: int | None
-    #: The last lines that it and what it started printed.
+    #: The last lines of its output and that of its descendants.
     log: tuple[str, ...]
     limit_secs: float | None = None
 
     @property
     def signal_name(self) -> str | None:
-        """The signal that ended it, such as "SIGSEGV"; None where none did."""
+        """The signal that ended it, such as "SIGSEGV", or None."""
         if self.code is None or self.code >= 0:
             return None
         try:
@@ -72,7 +72,7 @@ class Ending:
 
     @property
     def how(self) -> str:
-        """The rest of a sentence that begins with the child: "crashed with SIGSEGV"."""
+        """The predicate of a sentence about the child: "crashed with SIGSEGV"."""
         if self.code is None:
             return f"took longer than {self.limit_secs:g} s and was ended"
         if self.code == -signal.SIGKILL:
@@ -82,8 +82,8 @@ class Ending:
         return f"ended with exit code {self.code}"
 
     @property
-    def last_words(self) -> str:
-        """The line of the log that says the most; "" where there is none."""
+    def key_line(self) -> str:
+        """The most relevant line of the log; "" if it is empty."""
         if not self.log:
             return ""
         return (self.log[0] if self.log[0].startswith(_CRASH) else self.log[-1]).strip()
@@ -93,47 +93,47 @@ class ChildEndedError(CgtoolError):
     """A child ended, or was ended, before it answered.
 
     Attributes:
-        ending: How.
+        ending: How it ended.
     """
 
     def __init__(self, ending: Ending) -> None:
-        super().__init__(f"A process {ending.how}.{log_words(ending.log)}", actual=ending.code)
+        super().__init__(f"A process {ending.how}.{format_log(ending.log)}", actual=ending.code)
         self.ending = ending
 
 
 class ClosedError(CgtoolError):
-    """There are no children any more, because the command that started them ends."""
+    """The children were closed, because the command that started them ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a child answered."""
+    """The answer of a child."""
 
     record: Any
-    #: The bytes beside it.
+    #: The bytes sent with the record.
     data: bytes
-    #: The last lines that were printed meanwhile.
+    #: The last lines that the child printed during the request.
     log: tuple[str, ...]
 
 
-def log_words(lines: tuple[str, ...]) -> str:
-    """Return the last lines of a log as the end of a message, indented; "" where there are none."""
+def format_log(lines: tuple[str, ...]) -> str:
+    """Format the last lines of a log for the end of a message; "" if there are none."""
     return "".join(["\nIts log ends with:", *(f"\n    {line}" for line in lines)]) if lines else ""
 
 
 class Child:
-    """A running child; one request at a time.
+    """A running child, which handles one request at a time.
 
     Args:
-        program: "module:function", which is given a `Channel`.
-        setup: Sent as the first request, before the child says that it is ready; None sends none.
-        variables: Its whole environment; None is this process's.
+        program: "module:function"; the function takes a `Channel`.
+        setup: The first message, sent before the child is ready; None sends none.
+        variables: The complete environment; None means that of this process.
 
     Attributes:
-        started: When it was started, on `time.monotonic`'s clock, which all processes share.
+        started: The time of the start on the clock of `time.monotonic`, which all processes share.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The child cannot be started.
     """
 
     def __init__(
@@ -162,17 +162,17 @@ class Child:
         finally:
             theirs.close()
         if setup is not None:
-            with contextlib.suppress(OSError):  # it is gone already, which the first request tells
+            with contextlib.suppress(OSError):  # it is gone already; the first request will report it
                 self._channel.send(REQUEST, setup)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked something."""
+        """Whether it can take a request."""
         return not self._is_over and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """The process id of the keeper, which is the id of the session."""
+        """The process id of the keeper, which is the session id."""
         return self._process.pid
 
     def ask(
@@ -185,18 +185,18 @@ class Child:
         note: Any = None,
         on_note: Callable[[Any], None] = lambda _: None,
     ) -> Answer:
-        """Send a request and wait for its answer; where that fails in any way, nothing is left of the child.
+        """Send a request and wait for its answer; any error ends the child.
 
         Args:
-            request: What is asked.
-            data: Bytes beside it.
-            answer: The class of the answer, or a union of classes with tags.
-            timeout_secs: How long it may take once the child is ready; None is for ever.
-            note: The class of what the child says before it answers.
-            on_note: Given each of those.
+            request: The request.
+            data: Bytes to send with it.
+            answer: The class of the answer, or a tagged union of classes.
+            timeout_secs: The time limit once the child is ready; None means no limit.
+            note: The class of the notes that the child sends before its answer.
+            on_note: Called with each note.
 
         Raises:
-            ChildEndedError: The child died, or did not answer in time.
+            ChildEndedError: The child died or timed out.
         """
         try:
             if not self._is_ready:
@@ -214,12 +214,12 @@ class Child:
                 on_note(decode(record, note))
             self._is_over = kind == LAST
             return Answer(record=decode(record, answer), data=found, log=self._last_lines())
-        except BaseException:  # of one that was interrupted, too: its answer must not be taken for the next one's
+        except BaseException:  # also after Ctrl-C: the answer must not be taken for that of the next request
             self.close()
             raise
 
     def finish(self, timeout_secs: float) -> Ending:
-        """Wait until a child that gave its last answer ends by itself, and return how it did."""
+        """Wait until a child that gave its last answer exits, and return how it ended."""
         try:
             code: int | None = self._process.wait(timeout_secs)
         except subprocess.TimeoutExpired:
@@ -227,21 +227,21 @@ class Child:
         return Ending(code=code, log=self._last_lines(), limit_secs=timeout_secs)
 
     def stop(self) -> None:
-        """Have the child and its descendants ended, without waiting. Any thread may call this."""
+        """Start to end the child and its descendants, without waiting. Thread-safe."""
         self._channel.hang_up()
 
     def end(self) -> None:
-        """End the child and its descendants. Any thread may call this; one that waits for an answer gets an error."""
+        """End the child and its descendants. Thread-safe; a thread that waits for an answer gets an error."""
         self.stop()
         try:
             self._process.wait(_END_SECS)
-        except subprocess.TimeoutExpired:  # the keeper does not run: it was stopped, say
+        except subprocess.TimeoutExpired:  # the keeper does not run, for instance because it was stopped
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
     def close(self) -> None:
-        """End it and close its files. No other thread may be waiting for an answer."""
+        """End it and close its files. No other thread may wait for an answer."""
         self.end()
         self._channel.close()
         self._log.close()
@@ -252,7 +252,7 @@ class Child:
 
     @contextlib.contextmanager
     def _ending_errors(self, limit_secs: float | None) -> Iterator[None]:
-        """Raise a ChildEndedError where the child is gone or the time is over, once nothing of it runs any more."""
+        """End a child that is gone or timed out, and raise a `ChildEndedError` once none of its processes run."""
         try:
             yield
         except TimeoutError:
@@ -269,7 +269,7 @@ class Child:
 
 
 def _last_lines(log: int) -> tuple[str, ...]:
-    """Return the last lines of a log, or the first ones of the crash that it reports."""
+    """Return the last lines of a log, or the first lines of the last crash report in it."""
     text = os.pread(log, _TAIL_BYTES, max(0, os.fstat(log).st_size - _TAIL_BYTES)).decode(errors="replace")
     lines = [line.rstrip()[:_LINE_CHARS] for line in text.splitlines() if line.strip()]
     crash = next((n for n in reversed(range(len(lines))) if lines[n].startswith(_CRASH)), None)
@@ -277,10 +277,7 @@ def _last_lines(log: int) -> tuple[str, ...]:
 
 
 class Children:
-    """Children of one program, started when they are needed or earlier; a dead one is replaced. Any thread may ask.
-
-    Leaving its `with` block ends them all.
-    """
+    """A thread-safe pool of children of one program. Dead ones are replaced; leaving the `with` block ends them all."""
 
     def __init__(
         self, program: str, *, limit: int, setup: Record | None = None, variables: Mapping[str, str] | None = None
@@ -302,23 +299,23 @@ class Children:
         self.close()
 
     def start(self, count: int = 1) -> None:
-        """Start children now, up to `count` and the limit in all, so that they are ready when there is work.
+        """Start children in advance, until there are `count` or the limit is reached.
 
         Raises:
             ClosedError: `close` was called.
-            OSError: One cannot be started.
+            OSError: A child cannot be started.
         """
         with self._lock:
             while len(self._all) < min(count, self.limit):
                 self._idle.append(self._new())
 
     def ask(self, request: Record, data: bytes = b"", **how: Any) -> Answer:
-        """Wait until a child is free and ask it, as `Child.ask` does.
+        """Wait for a free child and call its `Child.ask`.
 
         Raises:
             ClosedError: `close` was called.
-            ChildEndedError: The child died, or did not answer in time.
-            OSError: None can be started.
+            ChildEndedError: The child died or timed out.
+            OSError: A child cannot be started.
         """
         with self._slots:
             child = self._take()
@@ -328,9 +325,9 @@ class Children:
                 self._give_back(child)
 
     def close(self) -> None:
-        """End all children for good; whoever waits for an answer gets a ChildEndedError."""
+        """End all children for good; waiting threads get a `ChildEndedError`."""
         with self._lock:
-            self._is_closed = True  # first: a thread that comes late must not start another one, which nobody would end
+            self._is_closed = True  # first, so that no other thread starts a child that nobody would end
             idle, self._idle = self._idle, []
             running = list(self._all)
         for child in running:
@@ -346,7 +343,7 @@ class Children:
                 child = self._idle.pop()
                 if child.is_alive:
                     return child
-                self._all.discard(child)  # it died between two requests, which is no request's fault
+                self._all.discard(child)  # it died between two requests
                 child.close()
             return self._new()
 
@@ -360,20 +357,20 @@ class Children:
 
     def _new(self) -> Child:
         if self._is_closed:
-            raise ClosedError("The command was ended before all was done. Give it again to go on.")
+            raise ClosedError("The command was ended before it was done. Run it again to continue.")
         child = Child(self._program, setup=self._setup, variables=self._variables)
         self._all.add(child)
         return child
 
 
 def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> bytes:
-    """Return what `work` returns in a copy of this process; nothing that it changes reaches this one.
+    """Run `work` in a fork of this process, which its side effects do not reach, and return its result.
 
-    The copy has the calling thread and no other. So `work` must not wait for another thread, nor use pools of threads
-    that ran before the fork.
+    The fork has only the calling thread, so `work` must not wait for another thread or use thread pools that ran before
+    the fork.
 
     Raises:
-        ChildEndedError: The copy crashed, raised, or did not end in time.
+        ChildEndedError: The fork crashed, raised or timed out.
     """
     parent = os.getpid()
     answer, log = (os.memfd_create(f"cgtool-{name}", os.MFD_CLOEXEC) for name in ("answer", "log"))
@@ -381,10 +378,10 @@ def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> byt
     child = 0
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, of other threads: see above
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of other threads: see above
             child = os.fork()
         if child == 0:
-            _be_copy(work, parent, answer, log)
+            _run_copy(work, parent, answer, log)
         os.close(alive)
         alive = -1
         code = _wait(child, ended, timeout_secs)
@@ -402,27 +399,27 @@ def run_in_copy(work: Callable[[], bytes], *, timeout_secs: float | None) -> byt
 
 
 def _wait(child: int, ended: int, timeout_secs: float | None) -> int | None:
-    """Return the exit code of a copy, or None where it took too long and was killed."""
+    """Return the exit code of a fork; kill it and return None if it timed out."""
     watch = select.poll()
-    watch.register(ended, 0)  # POLLHUP: the copy holds the other end until it ends, and whoever else was forked then
+    watch.register(ended, 0)  # POLLHUP: the fork holds the other end until it ends, as may other forks of its time
     deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
     while deadline is None or time.monotonic() < deadline:
-        left = _LOOK_SECS if deadline is None else min(_LOOK_SECS, deadline - time.monotonic())
+        left = _POLL_SECS if deadline is None else min(_POLL_SECS, deadline - time.monotonic())
         is_over = bool(watch.poll(max(0.0, left) * 1000))
-        found, status = os.waitpid(child, 0 if is_over else os.WNOHANG)
-        if found:
+        pid, status = os.waitpid(child, 0 if is_over else os.WNOHANG)
+        if pid:
             return os.waitstatus_to_exitcode(status)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
 
 
-def _be_copy(work: Callable[[], bytes], parent: int, answer: int, log: int) -> NoReturn:
+def _run_copy(work: Callable[[], bytes], parent: int, answer: int, log: int) -> NoReturn:
     code = 1
     try:
-        import resource  # not on every system
+        import resource  # missing on some systems
 
-        gc.disable()  # a collection would copy every page that it looks at
+        gc.disable()  # a collection would copy every page that it visits
         end_with(parent)
         os.setsid()  # Ctrl-C on the terminal reaches the parent alone
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -433,7 +430,7 @@ def _be_copy(work: Callable[[], bytes], parent: int, answer: int, log: int) -> N
         while data:
             data = data[os.write(answer, data) :]
         code = 0
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may run here once more
+    except BaseException:  # noqa: BLE001 - the parent's own handlers must not run here
         os.write(log, traceback.format_exc().encode(errors="replace"))
     finally:
         os._exit(code)

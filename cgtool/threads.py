@@ -1,7 +1,8 @@
-"""Locks that a fork and a signal leave right, and waits for threads that Ctrl-C and SIGTERM end at once.
+"""Locks that are safe with forks and signals, and waits for threads that Ctrl-C and SIGTERM interrupt at once.
 
-The standard library alone, and little of it: a process that only loads imports this. A `ThreadPool` has daemon threads;
-those of a `concurrent.futures` executor are joined as Python ends, however long a network keeps them.
+Imports little, and the standard library only: every process that loads a model imports this module. It waits for a
+`ThreadPool`, whose threads are daemons; Python joins those of a `concurrent.futures` executor when it exits, however
+long the network keeps them.
 """
 
 from __future__ import annotations
@@ -19,54 +20,56 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from multiprocessing.pool import AsyncResult, ThreadPool
 
-_Given = TypeVar("_Given")
-_Found = TypeVar("_Found")
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
 
-#: Whether other threads call the model that this one warms, so that warming must not change it.
+#: Whether other threads call the model that this thread warms, so that warming must not change it.
 beside_calls: ContextVar[bool] = ContextVar("beside_calls", default=False)
 
-#: A signal that comes as a wait begins is heard when the wait ends.
-_HEARING_SECS = 0.2
+#: A signal that arrives just before a wait is handled only when the wait ends.
+_WAIT_SECS = 0.2
 
 
-class ForkedLock(RLock):  # type: ignore[misc]  # it is final to its stub, not to Python
-    """A lock that one thread may take again, and that a child of `fork` finds free: who held it is not there.
+class ForkedLock(RLock):  # type: ignore[misc]  # final in its stub only
+    """A reentrant lock that is free in a forked child, which does not have the thread that held it.
 
-    Nothing of `with` is written in Python here, so that no signal's handler runs between the taking of the lock and the
-    beginning of the block: if it raised there, the lock would never be given back.
+    `__enter__` and `__exit__` are those of C, so that no signal handler runs between taking the lock and entering the
+    block. If it raised there, the lock would never be released.
     """
 
     def __init__(self) -> None:
         _locks.add(self)
 
     def __reduce__(self) -> tuple[type[ForkedLock], tuple[()]]:
-        return ForkedLock, ()  # a copy is free
+        return ForkedLock, ()  # a copy is unlocked
 
 
 _locks: weakref.WeakSet[ForkedLock] = weakref.WeakSet()
 
 
-def _renew_locks() -> None:
+def _reset_locks() -> None:
     for lock in _locks:
-        if not lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading.Condition` asks
-            lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001 - as `threading` does with its own
+        if not lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as in `threading.Condition`
+            lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001 - as in `threading`
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_reset_locks)
 
 
-def outcome(result: AsyncResult[_Found], secs: float = math.inf) -> _Found:
-    """Wait for a call's result and return it, or raise what the call raised; TimeoutError after so many seconds."""
+def outcome(result: AsyncResult[_Result], secs: float = math.inf) -> _Result:
+    """Wait for a call and return its result, or raise its exception; TimeoutError after `secs` seconds."""
     until = time.monotonic() + secs
     while not result.ready():
         if time.monotonic() > until:
             raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
-        result.wait(_HEARING_SECS)
+        result.wait(_WAIT_SECS)
     return result.get()
 
 
-def in_parallel(pool: ThreadPool, run: Callable[[_Given], _Found], values: Iterable[_Given]) -> Iterator[_Found]:
-    """Call a function with each value, several at a time; yield what it returns, in order."""
+def in_parallel(
+    pool: ThreadPool, run: Callable[[_Argument], _Result], values: Iterable[_Argument]
+) -> Iterator[_Result]:
+    """Call a function with each value in the pool, and yield the results in order."""
     for result in [pool.apply_async(run, (value,)) for value in values]:
         yield outcome(result)

@@ -50,7 +50,7 @@ def test_threads_that_ask_a_compiler_at_once_get_one_answer_of_one_run(tmp_path,
     monkeypatch.setenv("CXX", str(path))
 
     def ask(_):
-        host.ask_compiler()
+        host.prefetch_compiler_version()
         return host.compiler_version()
 
     with ThreadPoolExecutor(8) as threads:
@@ -93,7 +93,7 @@ def test_a_fork_while_a_thread_waits_for_a_compiler_asks_for_itself(tmp_path, mo
 def test_a_fork_does_not_take_the_answer_that_its_parent_has_yet_to_read(tmp_path, monkeypatch):
     path = compiler_at(tmp_path / "a", "clang version 14.0.6")
     monkeypatch.setenv("CXX", str(path))
-    host.ask_compiler()
+    host.prefetch_compiler_version()
     assert answers_in_a_fork("clang version 14.0.6")
     assert host.compiler_version() == "clang version 14.0.6"
 

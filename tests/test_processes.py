@@ -159,7 +159,7 @@ def test_children_take_turns_and_are_replaced_when_they_died():
         ask(children, "crash")
     assert ask(children, "nothing").data == b"abab"
     children.close()
-    with pytest.raises(ClosedError, match="Give it again"):
+    with pytest.raises(ClosedError, match="Run it again"):
         ask(children, "nothing")
 
 

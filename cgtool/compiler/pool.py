@@ -16,7 +16,7 @@ from pathlib import Path
 from cgtool.compiler.request import CompileReport, CompileRequest, StaysHereError, WorkerSetup
 from cgtool.errors import CompileError, WorkerError
 from cgtool.machine import num_cores
-from cgtool.processes import ChildEndedError, Children, Ending, log_words
+from cgtool.processes import ChildEndedError, Children, Ending, format_log
 from cgtool.store.records import Artifact
 
 #: With less, nothing can be compiled.
@@ -74,7 +74,7 @@ class WorkerPool(Children):
         if report.status == "rejected":
             raise CompileError(report.reason, path=report.op)
         if report.artifact is None:
-            raise WorkerError(f"{report.reason}.{log_words(answer.log)}")
+            raise WorkerError(f"{report.reason}.{format_log(answer.log)}")
         return answer.data, report.artifact, report.generated
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def _sentence(ending: Ending, folder: Path) -> str:
         advice = "The disk is full: free some space in the folder for temporary files (TMPDIR) and warm again."
     else:
         advice = "--jobs 0 compiles in this process."
-    return f"its worker {ending.how}. {advice}{log_words(ending.log)}"
+    return f"its worker {ending.how}. {advice}{format_log(ending.log)}"
 
 
 def _is_full(folder: Path) -> bool:

@@ -30,7 +30,7 @@ import msgspec
 from cgtool import __version__
 from cgtool.errors import CgtoolError
 from cgtool.plan.grammar import Record, decode, encode
-from cgtool.processes import ChildEndedError, Children, log_words
+from cgtool.processes import ChildEndedError, Children, format_log
 from cgtool.store.key import difference_between, sentences
 
 #: How long idle children are kept, in seconds; each has torch and Inductor in memory.
@@ -112,7 +112,7 @@ def _compile(handed: bytes, name: str) -> bytes:
         with _pool.use(inductor=unit.inductor) as children:
             answer = children.ask(unit, request, answer=msgspec.Raw, timeout_secs=unit.timeout_secs)
     except ChildEndedError as error:
-        reason = f"its process there {error.ending.how}.{log_words(error.ending.log)}"
+        reason = f"its process there {error.ending.how}.{format_log(error.ending.log)}"
         return message(Returned(worker=name, status="died", reason=reason))
     except (CgtoolError, OSError) as error:
         return message(Returned(worker=name, status="died", reason=f"no process could be started there: {error}"))

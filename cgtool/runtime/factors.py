@@ -58,7 +58,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ModelError: It has parameters that are not made yet.
         """
-        host.ask_compiler()  # it answers while the model is looked at
+        host.prefetch_compiler_version()  # runs while the model is inspected
         model = {"class": qualified_name(type(module))}
         try:
             state = state_of(module)

@@ -16,7 +16,7 @@ from cgtool.errors import CgtoolError
 from cgtool.events import Event, OnEvent
 from cgtool.host import child_variables
 from cgtool.plan.grammar import Count, Record, decode, encode
-from cgtool.processes import Child, ChildEndedError, log_words
+from cgtool.processes import Child, ChildEndedError, format_log
 from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.warm import RankSummary, WarmReport, warm
 
@@ -121,7 +121,7 @@ def _warmed(request: _Request, on_event: OnEvent) -> WarmReport:
             timeout_secs=None,
         )
     except ChildEndedError as error:
-        msg = f"The process that warms rank {rank} {error.ending.how}.{log_words(error.ending.log)}"
+        msg = f"The process that warms rank {rank} {error.ending.how}.{format_log(error.ending.log)}"
         raise RankFailedError(msg) from error
     finally:
         child.close()

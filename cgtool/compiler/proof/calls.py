@@ -39,7 +39,7 @@ from cgtool.guards import _torch as private
 from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
 from cgtool.plan.records import Plan
-from cgtool.processes import ChildEndedError, log_words, run_in_copy
+from cgtool.processes import ChildEndedError, format_log, run_in_copy
 from cgtool.runtime.call import first_index
 from cgtool.runtime.find import Found
 from cgtool.store.records import Row
@@ -318,12 +318,12 @@ def _of_ending(error: ChildEndedError, stage: StageName) -> CallProof:
     if crashed and stage == "compiled":
         raise ProofCrashError(
             f"The process that makes the whole call {ending.how} in what was compiled. A custom op whose fake "
-            f"implementation gives other shapes or strides than its kernel does that. {_ANYHOW}{log_words(ending.log)}",
+            f"implementation gives other shapes or strides than its kernel does that. {_ANYHOW}{format_log(ending.log)}",
             signal_name=ending.signal_name,
             actual=ending.code,
         )
     where = " as it ran the model itself" if stage == "model" else ""
-    said = f": {ending.last_words}" if ending.last_words and not crashed else ""
+    said = f": {ending.key_line}" if ending.key_line and not crashed else ""
     return CallProof(gap=f"not run: the process that makes it {ending.how}{where}{said}", later=not crashed)
 
 

@@ -9,7 +9,7 @@ from cgtool.compiler.request import Provider, Settings, torch_settings
 from cgtool.errors import ProofCrashError, ProofMismatchError
 from cgtool.plan.grammar import Record, Seconds
 from cgtool.plan.pieces import PieceGraph
-from cgtool.processes import ChildEndedError, Children, Ending, log_words
+from cgtool.processes import ChildEndedError, Children, Ending, format_log
 
 StageName = Literal["open", "eager", "run"]
 
@@ -150,7 +150,7 @@ def _crash(ending: Ending, stage: str, adaptor: str) -> ProofCrashError:
         advice = f"Raise --compile-timeout if the machine is slow. {_OTHERWISE}"
     return ProofCrashError(
         f"The process that proves an artifact of adaptor '{adaptor}' {ending.how} {_WHERE[stage]}. "
-        f"{advice}{log_words(ending.log)}",
+        f"{advice}{format_log(ending.log)}",
         signal_name=ending.signal_name,
         actual=ending.code,
     )

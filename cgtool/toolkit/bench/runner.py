@@ -35,7 +35,7 @@ from cgtool.errors import ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.host import child_variables
 from cgtool.plan.grammar import canonical_json, decode, encode
-from cgtool.processes import Child, ChildEndedError, Ending, log_words
+from cgtool.processes import Child, ChildEndedError, Ending, format_log
 from cgtool.store.files import write_atomic
 from cgtool.toolkit.bench.report import (
     SCHEMA,
@@ -148,7 +148,7 @@ class _Runner:
         if start.failed_in == "build" and start.sentence is not None:
             raise ModelError(start.sentence, path=self._settings.model.model)  # as `warm` would say it
         if start.error is not None:
-            message = f"The model does not run eagerly: {start.error}{log_words(start.log)}"
+            message = f"The model does not run eagerly: {start.error}{format_log(start.log)}"
             raise ModelError(f"{message}\nMend the model or its arguments first.", path=self._settings.model.model)
         self.ways[BASE].starts.append(start)
 
@@ -243,7 +243,7 @@ def _error(ending: Ending) -> str:
     """Return why there is no answer, in one line."""
     if ending.code is None:
         return f"it {ending.how} (--timeout gives it more)"
-    return f"it {ending.how}: {ending.last_words}" if ending.last_words else f"it {ending.how}"
+    return f"it {ending.how}: {ending.key_line}" if ending.key_line else f"it {ending.how}"
 
 
 class Caches:

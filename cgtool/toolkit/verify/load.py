@@ -146,7 +146,7 @@ def _ask(children: Children, request: LoadRequest, setup: LoadSetup) -> LoadAnsw
         answer: LoadAnswer = asked.record
     except ChildEndedError as error:
         how = error.ending.how
-        words = f" It said: {error.ending.last_words}" if error.ending.last_words else ""
+        words = f" It said: {error.ending.key_line}" if error.ending.key_line else ""
         if request.name is None:
             model = "" if setup.model is None else setup.model.model
             sentence = f"The process that loaded and called {model} {how}.{words}"
