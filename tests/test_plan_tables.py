@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import decode, encode
-from cgtool.plan.pieces import GraphRows, Graphs, Node, PieceGraph, TensorMeta, put_together
+from cgtool.plan.pieces import GraphRows, Graphs, Node, PieceGraph, TensorMeta, join_constants
 from cgtool.plan.records import TextRows, Texts
 from cgtool.plan.writing import TextTable, graph_rows
 
@@ -93,5 +93,5 @@ def test_graphs_that_are_not_what_they_are_called_are_refused():
 
 
 def test_a_hole_without_a_constant_is_refused():
-    with pytest.raises(ArtifactError, match="hole 3"):
-        put_together(graph(Node(kind="function", target="f", args=("%0", {"hole": 3}), kwargs={})), (1, 2, 3))
+    with pytest.raises(ArtifactError, match="Constant 3"):
+        join_constants(graph(Node(kind="function", target="f", args=("%0", {"hole": 3}), kwargs={})), (1, 2, 3))

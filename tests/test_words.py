@@ -59,19 +59,19 @@ def test_a_source_is_said_as_people_write_it(source, said):
         pytest.param(
             "value", ["function", "m:f", "00"], ["function", "m:f", "11"], "the code of a.b has changed", id="function"
         ),
-        pytest.param("hasattr:c", True, False, "a.b had an attribute c before; now it is otherwise", id="hasattr"),
-        pytest.param('contains:"k"', True, False, 'a.b had the key "k" before; now it is otherwise', id="contains"),
+        pytest.param("hasattr:c", True, False, "a.b had an attribute c before; that has changed", id="hasattr"),
+        pytest.param('contains:"k"', True, False, 'a.b had the key "k" before; that has changed', id="contains"),
         pytest.param(
-            "absent:c", True, False, "a.b.c was not set on the object itself before; now it is otherwise", id="absent"
+            "absent:c", True, False, "a.b.c was not set on the object itself before; that has changed", id="absent"
         ),
         pytest.param(
-            "same:self.d", True, False, "a.b and d were one object before; now it is otherwise", id="same"
+            "same:self.d", True, False, "a.b and d were one object before; that has changed", id="same"
         ),
         pytest.param(
-            "apart:self.d", True, False, "a.b and d had memory of their own before; now it is otherwise", id="apart"
+            "apart:self.d", True, False, "a.b and d had separate memory before; that has changed", id="apart"
         ),
         pytest.param("hooks", 0, 1, "a.b had no hooks and has 1 now", id="hooks"),
-        pytest.param("empty", True, False, "a.b was empty before; now it is otherwise", id="empty"),
+        pytest.param("empty", True, False, "a.b was empty before; that has changed", id="empty"),
         pytest.param(
             "keys", ["x"], ["x", "y"], "a.b was a dict with the keys 'x' and is a dict with the keys 'x', 'y' now",
             id="keys",

@@ -1,4 +1,4 @@
-"""Every private torch name that `cgtool.graph` touches. Read in torch 2.13.0; there unchanged since 2.11.
+"""All private names of torch that `cgtool.graph` uses, as of torch 2.13.0, unchanged since 2.11.
 
 Must not import torch._dynamo, torch._inductor or sympy.
 """
@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 
-#: Namespaces of builtin functions, in the order in which a name is looked for.
+#: Namespaces of builtin functions, in lookup order.
 VARIABLE_FUNCTIONS: Any = torch._C._VariableFunctions
 NATIVE_NN: Any = torch._C._nn
 
@@ -23,12 +23,12 @@ def is_builtin_of_torch(name: str, fn: object) -> bool:
 
 
 def argument_types(name: str) -> list[str] | None:
-    """Return the types of the arguments of all overloads of the op `ns::name`, or None where there is no such op.
+    """Return the argument types of all overloads of the op `ns::name`, or None if there is no such op.
 
-    Overloads for named dimensions (`mean.names_dim`, until torch 2.12) are left out: their schemas have strings, too.
+    Overloads for named dimensions (`mean.names_dim`, until torch 2.12) are left out: their schemas contain strings.
     """
-    found = torch._C._jit_get_schemas_for_operator(name)
-    schemas = [schema for schema in found if "name" not in schema.overload_name.lower()]
+    overloads = torch._C._jit_get_schemas_for_operator(name)
+    schemas = [schema for schema in overloads if "name" not in schema.overload_name.lower()]
     return [str(argument.type) for schema in schemas for argument in schema.arguments] if schemas else None
 
 
@@ -38,5 +38,5 @@ def op_name(op: Any) -> str:
 
 
 def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors, fake ones too, are views of one storage."""
+    """Return whether two tensors, real or fake, share a storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -1,14 +1,14 @@
-"""Expressions over symbols as text, without sympy: checked, evaluated, renamed, turned into Python.
+"""Expressions over symbols as text: checking, evaluation, renaming and conversion to Python, without sympy.
 
 Grammar, a subset of Python::
 
     expr = name | int | -expr | expr (+ - * // % ** & | ^) expr | Max(expr, ...) | Min(expr, ...)
          | real (== != < <= > >=) real | expr (and or) expr | not expr | (expr)
-         | Trunc(real) | Floor(real) | Ceil(real) | Round(real)     what a real number comes to as a size
+         | Trunc(real) | Floor(real) | Ceil(real) | Round(real)     a real number rounded to a size
     real = expr | float | -real | real (+ - * /) real
 
-An expression is evaluated as Python, here and in generated code alike, with `FUNCTIONS` for what it calls. Every
-expression that reaches generated code passes `check_expression` first. Must not import torch or sympy.
+Expressions are evaluated as Python, here and in generated code, with the functions in `FUNCTIONS`. `check_expression`
+checks every expression before it enters generated code. Must not import torch or sympy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cgtool.errors import ArtifactError
 _BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.BitXor)
 _REAL = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _COMPARE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-#: What an expression may call: the Python of an expression needs these names in its namespace.
+#: The functions of expressions, which the namespace of an expression's Python needs.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Max": max,
     "Min": min,
@@ -33,9 +33,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Ceil": math.ceil,
     "Round": round,
 }
-#: Those that take one real number; the others take two sizes or more.
+#: The functions of one real number; the others take two or more sizes.
 ROUNDINGS = frozenset({"Trunc", "Floor", "Ceil", "Round"})
-#: Larger powers only burn time: no size needs them.
+#: No size needs larger exponents, and computing with them could take for ever.
 MAX_EXPONENT = 16
 
 
@@ -43,7 +43,7 @@ def check_expression(text: str, symbols: Collection[str]) -> None:
     """Check that `text` is an expression of the grammar over `symbols`.
 
     Raises:
-        ArtifactError: It is not.
+        ArtifactError: It is not one.
     """
     unknown = [name for name in symbols_of(text) if name not in symbols]
     if unknown:
@@ -51,7 +51,7 @@ def check_expression(text: str, symbols: Collection[str]) -> None:
 
 
 def symbols_of(text: str | int) -> tuple[str, ...]:
-    """Return the symbols of `text`, each once, in order of appearance; a number has none.
+    """Return the symbols of `text` without duplicates, in order of appearance; a number has none.
 
     Raises:
         ArtifactError: `text` is outside the grammar.
@@ -60,7 +60,7 @@ def symbols_of(text: str | int) -> tuple[str, ...]:
 
 
 def python_source(text: str) -> str:
-    """Return `text` as Python on one line, without comments; its namespace must hold `FUNCTIONS`.
+    """Return `text` as Python on one line, without comments; its namespace must contain `FUNCTIONS`.
 
     Raises:
         ArtifactError: `text` is outside the grammar.
@@ -69,10 +69,10 @@ def python_source(text: str) -> str:
 
 
 def evaluate(text: str | int, values: Mapping[str, int]) -> int:
-    """Return the value of `text` (a bool for comparisons) where symbols have `values`.
+    """Return the value of `text` (a bool for comparisons) with the symbols replaced by `values`.
 
     Raises:
-        ArtifactError: `text` is outside the grammar, needs a symbol that has no value, or divides by zero.
+        ArtifactError: `text` is outside the grammar, contains a symbol without a value, or divides by zero.
     """
     if isinstance(text, int):
         return text
@@ -82,14 +82,14 @@ def evaluate(text: str | int, values: Mapping[str, int]) -> int:
     try:
         return _compiled(text)(values)
     except ArithmeticError as error:
-        raise _malformed(text, "it divides by zero, or grows beyond every float") from error
+        raise _malformed(text, "it divides by zero or overflows") from error
 
 
 def holds(text: str, values: Mapping[str, int]) -> bool:
-    """Return whether a relation is true where symbols have `values`; where it has no value, it is not.
+    """Return whether a relation is true for `values`; False if it divides by zero or overflows.
 
     Raises:
-        ArtifactError: `text` is outside the grammar, or needs a symbol that has no value.
+        ArtifactError: `text` is outside the grammar, or contains a symbol without a value.
     """
     try:
         return bool(evaluate(text, values))
@@ -104,7 +104,7 @@ def rename(text: str, names: Mapping[str, str]) -> str: ...
 @overload
 def rename(text: str | int, names: Mapping[str, str]) -> str | int: ...
 def rename(text: str | int, names: Mapping[str, str]) -> str | int:
-    """Return `text` with each symbol in `names` replaced by an expression (or another name); a number as it is.
+    """Return `text` with each symbol in `names` replaced by an expression; a number is returned unchanged.
 
     Raises:
         ArtifactError: `text` or a replacement is outside the grammar.
@@ -123,7 +123,7 @@ class _Renamer(ast.NodeTransformer):
         return self._replacements.get(node.id, node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        node.args = [self.visit(arg) for arg in node.args]  # what it calls is no symbol
+        node.args = [self.visit(arg) for arg in node.args]  # the function is not a symbol
         return node
 
 
@@ -141,10 +141,10 @@ def _parsed(text: str) -> tuple[ast.Expression, tuple[str, ...]]:
 
 
 def _check(node: ast.expr, text: str, names: dict[str, None], *, is_real: bool = False) -> None:
-    """Walk `node`, collect its symbols into `names`, and refuse what is outside the grammar."""
+    """Collect the symbols of `node` into `names`; raise an error for anything outside the grammar."""
     operands: Sequence[ast.expr] = ()
     match node:
-        case ast.Name(id=name) if name.isascii() and name[0] != "_":  # Python has seen that it is an identifier
+        case ast.Name(id=name) if name.isascii() and name[0] != "_":  # the parser ensures that it is an identifier
             names[name] = None
         case ast.Constant(value=value) if type(value) is int or (is_real and type(value) is float):
             pass
@@ -184,5 +184,7 @@ def _compiled(text: str) -> Callable[[Mapping[str, int]], int]:
 
 def _malformed(text: str, why: str) -> ArtifactError:
     return ArtifactError(
-        f"{text[:200]!r} is not an expression over sizes: {why}; the plan was changed or torn: warm again", actual=text
+        f"{text[:200]!r} is not an expression over sizes: {why}. The plan was changed or truncated; warm the model "
+        "again.",
+        actual=text,
     )

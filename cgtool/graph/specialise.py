@@ -1,6 +1,6 @@
-"""A piece's graph for one size or one range of sizes: pure data. Must not import torch.
+"""Specialization of a piece's graph to one size or a range of sizes. Must not import torch.
 
-Symbols that stay keep their names, so that what is said of them (guards) holds for the general graph's symbols too.
+The remaining symbols keep their names, so that guards on them also apply to the symbols of the general graph.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 
 
 def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) -> PieceGraph:
-    """Return `graph` with narrower ranges; a range of one size fixes its symbol.
+    """Return `graph` with narrower ranges of its symbols; a range of one size fixes the symbol.
 
     Raises:
-        UsageError: A range has no size in common with its symbol's, or breaks a fact of the graph.
+        UsageError: A range does not overlap that of its symbol, or violates a fact of the graph.
     """
     symbols = []
     fixed = {}
@@ -30,11 +30,11 @@ def restrict(graph: PieceGraph, ranges: Mapping[str, tuple[int, int | None]]) ->
             fixed[symbol.name] = narrowed.min
         else:
             symbols.append(narrowed)
-    found = replace(graph, symbols=tuple(symbols))
+    narrowed_graph = replace(graph, symbols=tuple(symbols))
     if not fixed:
-        return found
+        return narrowed_graph
     return replace(
-        found,
+        narrowed_graph,
         facts=_facts(graph.facts, fixed),
         inputs=tuple(_meta(meta, fixed) for meta in graph.inputs),
         results=tuple(_meta(meta, fixed) for meta in graph.results),
@@ -46,8 +46,8 @@ def _check_range(symbol: SymbolRange, low: int, high: int | None) -> None:
     if below or (symbol.max is not None and low > symbol.max):
         wanted = str(low) if low == high else f"{low} to {high or 'any'}"
         raise UsageError(
-            f"size {wanted} lies outside {symbol.min} to {symbol.max or 'any'}, the sizes that this graph was traced "
-            f"for; choose a size inside it, or widen the dynamic dimension",
+            f"size {wanted} is outside {symbol.min} to {symbol.max or 'any'}, the sizes that this graph was traced "
+            f"for; choose a size within that range, or widen the dynamic dimension",
             expected=[symbol.min, symbol.max],
             actual=[low, high],
         )
@@ -60,7 +60,7 @@ def _facts(facts: tuple[str, ...], fixed: Mapping[str, int]) -> tuple[str, ...]:
             kept.append(_substitute(fact, fixed))
         elif not holds(fact, fixed):
             raise UsageError(
-                f"sizes {dict(fixed)} break '{fact}', which the model needs; choose other sizes",
+                f"sizes {dict(fixed)} violate '{fact}', which the model requires; choose other sizes",
                 expected=fact,
                 actual=dict(fixed),
             )

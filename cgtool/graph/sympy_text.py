@@ -1,7 +1,7 @@
-"""Sympy expressions of torch's ShapeEnv as text in the grammar of `cgtool.graph.expressions`.
+"""Conversion of the ShapeEnv's sympy expressions to text in the grammar of `cgtool.graph.expressions`.
 
-The one module of this floor that imports sympy; only trace, split and build import it. The text does not depend on the
-names that symbols have in this process: the terms of sums and products are ordered by their text after renaming.
+The only module of this folder that imports sympy; only trace, split and compiler import it. The text does not depend
+on the names of symbols in this process: the terms of sums and products are ordered by their text after renaming.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _EXTREMES: dict[type, str] = {
 
 
 def expression_text(expr: Any, names: Mapping[str, str]) -> str:
-    """Return a sympy expression or an int as text, the same for equal expressions whatever the symbols are called here.
+    """Return a sympy expression or an int as text, which does not depend on the names of symbols in this process.
 
     Raises:
-        SplitError: `expr` holds a function or a symbol that has no word in the grammar.
+        SplitError: `expr` contains a function or a symbol that the grammar does not have.
     """
     return _text(sympy.sympify(expr), names)
 
@@ -66,13 +66,13 @@ def expression_text(expr: Any, names: Mapping[str, str]) -> str:
 def _text(expr: Any, names: Mapping[str, str]) -> str:
     if isinstance(expr, sympy.Symbol):
         if expr.name not in names:
-            raise _unknown(expr, f"{expr.name} is not a size of a tensor that the piece takes")
+            raise _unknown(expr, f"{expr.name} is not a size of an input of the piece")
         return names[expr.name]
     if isinstance(expr, sympy.Integer):
         return str(int(expr))
     if isinstance(expr, sympy.Float) and math.isfinite(expr):
         return repr(float(expr))
-    if isinstance(expr, torch_sympy.ToFloat):  # an integer among real numbers is one
+    if isinstance(expr, torch_sympy.ToFloat):  # integers can stand among real numbers
         return _text(expr.args[0], names)
     if isinstance(expr, sympy.logic.boolalg.Boolean):
         return _truth(expr, names)
@@ -87,11 +87,11 @@ def _text(expr: Any, names: Mapping[str, str]) -> str:
         return f" {_BITWISE[kind]} ".join(sorted(_inner(arg, names) for arg in expr.args))
     if kind in _EXTREMES:
         return f"{_EXTREMES[kind]}({', '.join(sorted(_text(arg, names) for arg in expr.args))})"
-    raise _unknown(expr, f"{kind.__name__} has no word in a plan")
+    raise _unknown(expr, f"a plan cannot contain {kind.__name__}")
 
 
 def _rounded(expr: Any, names: Mapping[str, str]) -> str:
-    # True division of sizes is exact enough below 2**53 that rounding its result is a division of integers.
+    # Below 2**53, rounding the true division of two sizes gives the same result as integer division.
     [number] = expr.args
     if isinstance(number, torch_sympy.IntTrueDiv) and not isinstance(expr, torch_sympy.RoundToInt):
         dividend, divisor = number.args
@@ -130,7 +130,7 @@ def _truth(expr: Any, names: Mapping[str, str]) -> str:
         return word.join(sorted(_inner(arg, names) for arg in expr.args))
     if isinstance(expr, sympy.Not):
         return f"not {_inner(expr.args[0], names)}"
-    raise _unknown(expr, f"{kind.__name__} has no word in a plan")
+    raise _unknown(expr, f"a plan cannot contain {kind.__name__}")
 
 
 def _inner(expr: Any, names: Mapping[str, str]) -> str:
@@ -154,14 +154,14 @@ def _sum(expr: Any, names: Mapping[str, str]) -> str:
 
 
 def _term(expr: Any, names: Mapping[str, str]) -> str:
-    # a product binds tighter than the sum around it
+    # products need no parentheses within a sum
     return _text(expr, names) if isinstance(expr, sympy.Mul) else _inner(expr, names)
 
 
 def _product(expr: Any, names: Mapping[str, str]) -> str:
     numbers = [arg for arg in expr.args if arg.is_number]
     if any(not isinstance(number, sympy.Integer | sympy.Float) for number in numbers):
-        raise _unknown(expr, "it holds a fraction")
+        raise _unknown(expr, "it contains a fraction")
     others = sorted(_inner(arg, names) for arg in expr.args if not arg.is_number)
     return " * ".join([*(_inner(number, names) for number in numbers), *others])
 
@@ -189,6 +189,6 @@ _WRITERS: dict[type, Callable[[Any, Mapping[str, str]], str]] = {
 
 def _unknown(expr: Any, why: str) -> SplitError:
     return SplitError(
-        f"the size {expr} cannot be written down: {why}; make that dimension static, or compute the size another way",
+        f"the size {expr} cannot be stored in a plan: {why}; make that dimension static, or compute it differently",
         actual=str(expr),
     )

@@ -1,10 +1,10 @@
-"""Names of the functions and methods that a piece calls, and back. Owns which of them a piece may call at all.
+"""Names of the functions and methods that a piece calls, their resolution, and the list of those that are allowed.
 
-Grammar: `ident(.ident)*` with one of the roots torch, _operator, math, builtins. A plan from a stranger is code, so a
-name resolves only to what is listed here: ATen's ops without arguments that are strings, under any of their names
-(`torch.ops.aten.mm`, `torch.mm`, the method `mm`), a written list of those with, custom ops that this process has
-registered, the functions of `torch.nn.functional` and `torch.functional`, arithmetic. What opens files, loads code or
-calls its argument is in no list.
+Grammar: `ident(.ident)*` with one of the roots torch, _operator, math, builtins. A plan may come from a stranger and
+runs as code, so a name resolves only to the following: ATen ops without string arguments, under any of their names
+(`torch.ops.aten.mm`, `torch.mm`, the method `mm`), a list of ATen ops with string arguments, custom ops registered in
+this process, the functions of `torch.nn.functional` and `torch.functional`, and arithmetic. Nothing that opens files,
+loads code or calls its argument is allowed.
 
 Must not import torch._dynamo, torch._inductor or sympy.
 """
@@ -40,9 +40,9 @@ _OPERATORS = frozenset(
     | {"abs", "concat", "contains", "eq", "ge", "getitem", "gt", "index", "inv", "invert", "is_", "is_not", "le", "lt"}
     | {"ne", "neg", "not_", "pos", "setitem", "truth"}
 )
-#: ATen ops that take a string and do no more with it than compute: how to round, where to pad, which norm. All others
-#: that take one are refused, for it may name a file (`from_file`, `save`). TorchScript's overloads for strings make
-#: plain ops such as `add` two of a name.
+#: ATen ops with a string argument that only selects a computation: how to round, where to pad, which norm. Other ops
+#: with strings are refused, because a string may be the name of a file (`from_file`, `save`). Plain ops such as `add`
+#: are listed because TorchScript gives them overloads for strings.
 _WITH_STRINGS = frozenset(
     {"_assert_async", "_assert_scalar", "_convolution_mode", "_functional_assert_async", "_functional_assert_scalar"}
     | {"_linalg_eigh", "_linalg_svd", "_mixed_dtypes_linear", "_sparse_mm", "_sparse_semi_structured_linear"}
@@ -56,13 +56,13 @@ _WITH_STRINGS = frozenset(
         for name in ("cond", "eigh", "eigvalsh", "lstsq", "matrix_norm", "norm", "qr", "svd", "svdvals")
     }
 )
-#: Namespaces of torch's own ops that a piece may call, beside custom ops: where an op's strings name a reduction or a
-#: group of processes, in the last ones, all of them.
+#: Namespaces of torch's own ops that a piece may call. In those of collectives, all ops are allowed: their strings name
+#: a reduction or a process group.
 _COMPUTING = frozenset({"aten", "prims", "quantized", "quantized_decomposed"})
 _COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
-#: Higher-order ops that do nothing but run the bodies among their arguments.
+#: Higher-order ops that only run the bodies among their arguments.
 RUN_BODIES = frozenset({"associative_scan", "cond", "flex_attention", "map_impl", "scan", "while_loop"})
-#: Functions written in Python that Dynamo leaves in its graphs, beside all of torch.functional and nn.functional.
+#: Python functions that Dynamo puts into its graphs, besides those of torch.functional and torch.nn.functional.
 PYTHON_FUNCTIONS = frozenset(
     {
         "torch._check",
@@ -80,7 +80,7 @@ PYTHON_FUNCTIONS = frozenset(
         "torch.sym_sum",
     }
 )
-#: Modules of functions, and what ATen puts before the name of the op that is behind one.
+#: Modules of functions, and the prefix of the ATen ops behind them.
 _MODULES: dict[str, tuple[Any, str]] = {
     "torch._C._nn": (_torch.NATIVE_NN, ""),
     "torch.fft": (torch.fft, "fft_"),
@@ -90,25 +90,25 @@ _MODULES: dict[str, tuple[Any, str]] = {
     "torch.special": (torch.special, "special_"),
 }
 _WRITTEN_IN_PYTHON = frozenset({"torch.functional", "torch.nn.functional"})
-#: Methods of tensors that are no ATen ops.
+#: Methods of tensors that are not ATen ops.
 _METHODS = frozenset(
     {"bfloat16", "bool", "byte", "cdouble", "cfloat", "char", "double", "float", "half", "int", "long", "short"}
     | {"cpu", "cuda", "dim_order", "ndimension", "nelement", "new", "new_tensor", "to_sparse_coo", "tolist", "type"}
     | {"unique", "_is_all_true"}
 )
-#: ATen ops that are methods, too, and work on what a tensor is beyond its values.
+#: ATen ops that are also methods, and change more of a tensor than its values.
 _METHODS_DENIED = frozenset({"backward", "resize_as_sparse_", "set_"})
 _METHODS_DUNDER = frozenset(
     {f"__{prefix}{name}__" for prefix in ("", "i", "r") for name in _IN_PLACE}
     | {f"__{name}__" for name in ("abs", "eq", "ge", "getitem", "gt", "invert", "le", "lt", "ne", "neg", "setitem")}
     | {f"__{name}__" for name in ("bool", "float", "index", "int", "len")}
 )
-#: What `builtins.getattr` may read of a tensor.
+#: The attributes of tensors that `builtins.getattr` may read.
 ATTRIBUTES = frozenset({"H", "T", "data", "device", "dtype", "imag", "mH", "mT", "ndim", "real", "shape"})
 
 
 def target_name(fn: Callable[..., Any]) -> str:
-    """Return the dotted name under which `resolve_target` finds `fn` again.
+    """Return the dotted name that `resolve_target` resolves to `fn`.
 
     Args:
         fn: The target of a `call_function` node.
@@ -117,7 +117,7 @@ def target_name(fn: Callable[..., Any]) -> str:
         For example "torch.nn.functional.silu", "_operator.add", "torch.ops.aten.mm.default", "torch.ops.toy.attn".
 
     Raises:
-        SplitError: `fn` has no name that holds in another process, or one that a piece may not call.
+        SplitError: `fn` has no name that is valid in other processes, or a piece may not call it.
     """
     for name in _candidates(fn):
         try:
@@ -128,8 +128,8 @@ def target_name(fn: Callable[..., Any]) -> str:
             return name
     label = f"{getattr(fn, '__module__', None) or ''}.{getattr(fn, '__qualname__', None) or fn!r}".lstrip(".")
     raise SplitError(
-        f"the graph calls {label}, which is not an op that can be written down by name; make it a custom op "
-        f"(torch.library.Library: define, impl, fake) or write it with torch functions",
+        f"the graph calls {label}, which a plan cannot store by name; make it a custom op (torch.library.Library: "
+        f"define, impl, fake), or use torch functions instead",
         actual=label,
     )
 
@@ -141,18 +141,19 @@ def _candidates(fn: Any) -> list[str]:
         return [f"torch.ops.higher_order.{fn.__name__}"]
     short = getattr(fn, "__name__", "")
     module = getattr(fn, "__module__", None)
-    found = [f"{module}.{short}"] if module else []
+    names = [f"{module}.{short}"] if module else []
     if short:
-        found += [f"torch.{short}", f"_operator.{short}", f"math.{short}", f"builtins.{short}", f"torch.Tensor.{short}"]
+        names += [f"torch.{short}", f"_operator.{short}", f"math.{short}", f"builtins.{short}", f"torch.Tensor.{short}"]
     for where, (space, _) in _MODULES.items():
-        found += sorted(f"{where}.{name}" for name, value in vars(space).items() if value is fn)
-    return found
+        names += sorted(f"{where}.{name}" for name, value in vars(space).items() if value is fn)
+    return names
 
 
 @lru_cache(maxsize=4096)
 def _resolved(name: str) -> Callable[..., Any]:
     if not re.fullmatch(_NAME, name):
-        raise ArtifactError(f"{name!r} is not the name of an op; the plan was changed or torn: warm again", actual=name)
+        msg = f"{name!r} is not the name of an op. The plan was changed or truncated; warm the model again."
+        raise ArtifactError(msg, actual=name)
     root, _, rest = name.partition(".")
     fn: Callable[..., Any] | None = None
     if root == "builtins" and rest in _BUILTINS:
@@ -167,8 +168,8 @@ def _resolved(name: str) -> Callable[..., Any]:
         fn = _resolve_torch(name)
     if not callable(fn):
         raise ArtifactError(
-            f"{name} is not an op that a piece may call with this torch; if a library provides it, import that "
-            f"library first, else warm again",
+            f"{name} is not an op that a piece may call with this torch. If a library provides it, import that "
+            f"library first; otherwise warm the model again.",
             actual=name,
         )
     return fn
@@ -190,7 +191,7 @@ def _resolve_op(name: str) -> Any:
 
 
 def _only_computes(namespace: str, name: str) -> bool:
-    """Return whether an op of torch's own is there and takes no string that could name a file."""
+    """Return whether torch has this op, and it takes no string that could be the name of a file."""
     if namespace == "aten" and name in _WITH_STRINGS:
         return True
     types = _torch.argument_types(f"{namespace}::{name}")
@@ -219,7 +220,7 @@ def _resolve_torch(name: str) -> Any:
 
 
 def resolve_target(name: str) -> Callable[..., Any]:
-    """Return the function that `target_name` called `name`.
+    """Return the function with the name that `target_name` returned.
 
     Raises:
         ArtifactError: The name is outside the grammar, is not an op, or its library was not imported.
@@ -227,7 +228,7 @@ def resolve_target(name: str) -> Callable[..., Any]:
     try:
         return _resolved(name)
     except (AttributeError, RuntimeError) as error:
-        raise ArtifactError(f"{name} could not be looked up: {error}; warm again", actual=name) from error
+        raise ArtifactError(f"{name} could not be found: {error}. Warm the model again.", actual=name) from error
 
 
 def is_method(name: str) -> bool:
@@ -243,8 +244,9 @@ def check_method(name: str) -> str:
     """Return `name` if a "method" node may call it.
 
     Raises:
-        ArtifactError: It is not a method of tensors, or one that a piece may not call.
+        ArtifactError: It is not a method of tensors, or a piece may not call it.
     """
     if not is_method(name):
-        raise ArtifactError(f"{name!r} is not a method of tensors that a piece may call; warm again", actual=name)
+        msg = f"{name!r} is not a method of tensors that a piece may call. Warm the model again."
+        raise ArtifactError(msg, actual=name)
     return name

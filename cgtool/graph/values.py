@@ -1,10 +1,8 @@
-"""What nodes and tensors hold as JSON, and back: arguments, constants, dtype, shape, stride and device.
+"""Encoding and decoding of nodes' arguments, constants and tensor metadata as JSON.
 
-`cgtool.plan.pieces` has the grammar. Sizes that hold symbols become text through `cgtool.graph.sympy_text`, which is
-imported only when one is met: that module needs sympy, and whoever has a symbolic size has imported it already.
-
-What has no word in the grammar is an error when it is written, never a guess. Must not import torch._dynamo,
-torch._inductor or sympy.
+`cgtool.plan.pieces` defines the grammar. Symbolic sizes become text through `cgtool.graph.sympy_text`, which is
+imported lazily because it needs sympy; a process with a symbolic size has imported that already. A value that the
+grammar does not have is an error when it is encoded. Must not import torch._dynamo, torch._inductor or sympy.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from cgtool.errors import ArtifactError, SplitError
 from cgtool.plan.pieces import Body, Dim, Json, PieceGraph, TensorMeta
 
 _REF = r"%(0|[1-9][0-9]*)"
-#: By the names that values have in JSON, here and in the literals of guards and outputs.
+#: Layouts and memory formats by their names in JSON, also in the literals of guards and outputs.
 LAYOUTS = {str(v).removeprefix("torch."): v for v in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 FORMATS = {
     str(v).removeprefix("torch."): v
     for v in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
-#: Types that hold other values; the second argument encodes an item. Exact types: a named tuple is more than a tuple.
+#: Encoders of containers; the second argument encodes an item. The types are exact: a named tuple is not a plain tuple.
 _CONTAINERS: dict[type, Callable[[Any, Callable[[Any], Json]], Json]] = {
     list: lambda value, item: [item(v) for v in value],
     fx.immutable_collections.immutable_list: lambda value, item: [item(v) for v in value],
@@ -41,7 +39,7 @@ _CONTAINERS: dict[type, Callable[[Any, Callable[[Any], Json]], Json]] = {
     fx.immutable_collections.immutable_dict: lambda value, item: {"d": [[item(k), item(v)] for k, v in value.items()]},
     slice: lambda value, item: {"slice": [item(v) for v in (value.start, value.stop, value.step)]},
 }
-#: Types that hold nothing but themselves; None where one of them has no word.
+#: Encoders of other values; they return None for a value that the grammar does not have.
 _ATOMS: dict[type, Callable[[Any], Json]] = {
     float: lambda value: {"f": repr(value)},
     str: lambda value: {"s": value},
@@ -56,12 +54,12 @@ _SYMBOLIC = (fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def encode_value(value: Any, ref: Callable[[Any], Json]) -> Json:
-    """Return an argument of an FX node in the grammar of `cgtool.plan.pieces`.
+    """Encode an argument of an FX node in the grammar of `cgtool.plan.pieces`.
 
-    For every `fx.Node` and every symbolic number in it, `ref` returns what stands for it, "%3" as a rule.
+    `ref` encodes each `fx.Node` and each symbolic number, usually as a reference such as "%3".
 
     Raises:
-        SplitError: `value` holds something that the grammar has no word for.
+        SplitError: `value` contains an object that the grammar does not have.
     """
     if isinstance(value, _SYMBOLIC):
         return ref(value)
@@ -73,13 +71,13 @@ def encode_value(value: Any, ref: Callable[[Any], Json]) -> Json:
     if isinstance(value, torch.Tensor):
         return {"const": _encode_constant(value)}
     atom = _ATOMS.get(type(value))
-    word = atom(value) if atom is not None else None
-    if word is not None:
-        return word
+    encoded = atom(value) if atom is not None else None
+    if encoded is not None:
+        return encoded
     text = str(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise SplitError(
-        f"an op of the graph takes {text[:80]} of type {kind}, which cannot be written down; pass it as a number, "
+        f"an op of the graph takes {text[:80]} of type {kind}, which a plan cannot store; pass it as a number, "
         f"string, list or tensor",
         actual=kind,
     )
@@ -93,24 +91,24 @@ def _named(tag: str, value: Any, known: dict[str, Any]) -> Json:
 def _encode_constant(tensor: torch.Tensor) -> Json:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         raise SplitError(
-            f"the graph holds a constant tensor of type {type(tensor).__name__} whose values are not known; build the "
-            f"model with real weights (--weights real), or register it as a buffer",
+            f"the graph contains a constant tensor of type {type(tensor).__name__} whose values are unknown; build the "
+            f"model with real weights (--weights real), or register the tensor as a buffer",
             actual=type(tensor).__name__,
         )
     plain = tensor.detach().to("cpu").contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    found: dict[str, Json] = {
+    encoded: dict[str, Json] = {
         "dtype": dtype_text(tensor.dtype),
         "shape": list(tensor.shape),
         "data": base64.b64encode(data).decode("ascii"),
     }
     if tensor.device.type != "cpu":
-        found["device"] = device_text(tensor.device)
-    return found
+        encoded["device"] = device_text(tensor.device)
+    return encoded
 
 
 def decode_value(data: Json, lookup: Callable[[str], Any]) -> Any:
-    """Return the value that `encode_value` wrote; `lookup` is called for every reference, "%3".
+    """Decode a value that `encode_value` returned; `lookup` resolves each reference, such as "%3".
 
     Raises:
         ArtifactError: `data` is outside the grammar.
@@ -136,24 +134,24 @@ def decode_value(data: Json, lookup: Callable[[str], Any]) -> Any:
 
 
 def refs_of(data: Json) -> list[str]:
-    """Return every reference in `data`, in order, repeats included.
+    """Return the references in `data` in order, with duplicates.
 
     Raises:
         ArtifactError: `data` is outside the grammar.
     """
-    found: list[str] = []
-    decode_value(data, found.append)
-    return found
+    refs: list[str] = []
+    decode_value(data, refs.append)
+    return refs
 
 
 def constants_of(graph: PieceGraph) -> list[torch.Tensor]:
     """Return the constant tensors of a piece, in the order in which its nodes use them.
 
-    A compiled piece takes them as inputs, after its own: what torch makes of constants inside a module does not come
-    back from a saved artifact.
+    A compiled piece takes them as inputs after its own, because torch does not restore constants inside a module from
+    a saved artifact.
 
     Raises:
-        ArtifactError: The graph holds a value outside the grammar.
+        ArtifactError: The graph contains a value outside the grammar.
     """
     return [decode_value({tag: body}, str) for node in graph.nodes for tag, body in node.atoms() if tag == "const"]
 
@@ -219,7 +217,8 @@ _DECODERS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _malformed(data: Json) -> ArtifactError:
     return ArtifactError(
-        f"{str(data)[:120]!r} is not a value that a plan can hold; it was changed or torn: warm again", actual=data
+        f"{str(data)[:120]!r} is not a valid value. The plan was changed or truncated; warm the model again.",
+        actual=data,
     )
 
 
@@ -229,36 +228,36 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype that `dtype_text` called `text`.
+    """Return the dtype with the name that `dtype_text` returned.
 
     Raises:
         ArtifactError: This torch has no such dtype.
     """
-    found = getattr(torch, text, None) if isinstance(text, str) else None
-    if not isinstance(found, torch.dtype):
-        raise ArtifactError(f"this torch has no dtype {text!r}; warm again", actual=text)
-    return found
+    dtype = getattr(torch, text, None) if isinstance(text, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ArtifactError(f"This torch has no dtype {text!r}. Warm the model again.", actual=text)
+    return dtype
 
 
 def device_text(device: torch.device | str) -> str:
-    """Return a device without the index that it has in this process: a process works on one of each type."""
+    """Return the type of a device; its index differs between processes, each of which uses one device per type."""
     return torch.device(device).type
 
 
 def device_of(text: str, index: int | None = None) -> torch.device:
-    """Return the device that `device_text` called `text`; an index is that of a device that is not the CPU.
+    """Return the device of a type, with this index unless it is the CPU.
 
     Raises:
-        ArtifactError: `text` is not a device.
+        ArtifactError: `text` is not a type of device.
     """
     if isinstance(text, str) and text.isalpha():
         with contextlib.suppress(RuntimeError):
             return torch.device(text) if index is None or text == "cpu" else torch.device(text, index)
-    raise ArtifactError(f"{text!r} is not a device that this torch knows; warm again", actual=text)
+    raise ArtifactError(f"{text!r} is not a device that this torch knows. Warm the model again.", actual=text)
 
 
 def placed(value: Any, index: int | None) -> Any:
-    """Return a device without an index, or a constant tensor, on the device of that index; anything else as it is."""
+    """Move a constant tensor to the device with this index, or give a device this index; return others unchanged."""
     if isinstance(value, torch.device):
         return device_of(value.type, index)
     if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
@@ -267,10 +266,10 @@ def placed(value: Any, index: int | None) -> Any:
 
 
 def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None) -> TensorMeta:
-    """Return the record of a real or fake tensor, with what its ShapeEnv's symbols are to be called.
+    """Return the metadata of a real or fake tensor, with the symbols of its ShapeEnv renamed by `names`.
 
     Raises:
-        SplitError: A size holds something that the grammar of expressions has no word for.
+        SplitError: The grammar of expressions does not have a size.
     """
     renamed = names or {}
     return TensorMeta(
@@ -282,16 +281,16 @@ def tensor_meta(tensor: torch.Tensor, names: Mapping[str, str] | None = None) ->
 
 
 def dim_of(size: Any, names: Mapping[str, str]) -> Dim:
-    """Return one size as an int, or as the text of an expression over `names`' values.
+    """Return a size as an int, or as an expression with its symbols renamed by `names`.
 
     Raises:
-        SplitError: It holds something that the grammar of expressions has no word for.
+        SplitError: The grammar of expressions does not have it.
     """
     if type(size) is int:
         return size
     if not isinstance(size, torch.SymInt):
         return int(size)
-    # sympy comes with symbolic sizes only, and is kept out of the load path.
+    # imported lazily: only symbolic sizes need sympy, and a load has none
     from cgtool.graph.sympy_text import expression_text
 
     text = expression_text(size.node.expr, names)

@@ -1,8 +1,8 @@
-"""The grammar of what crosses a file or a process: the base class of records, their fields' types, canonical JSON.
+"""The base class of records, the types of their fields, and canonical JSON.
 
-A record is declared once, as a class with typed fields; its types are its grammar, and `decode` is its one reader.
-Canonical JSON has sorted keys, no spaces, ASCII only and no NaN, so that equal values have equal digests on every
-machine. Must not import torch.
+A record is everything that crosses a file or a process. It is declared once, as a class whose field types are its
+grammar, and read by `decode`. Canonical JSON has sorted keys, no spaces, ASCII only and no NaN, so that equal values
+have equal digests on every machine. Must not import torch.
 """
 
 import hashlib
@@ -15,18 +15,18 @@ from msgspec import Meta
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What crosses a file or a process: frozen, and unknown fields are refused.
+    """A record in a file or between processes: frozen, and without unknown fields.
 
-    Each class below names `frozen=True, kw_only=True` again: the second holds for a class's own fields alone, and type
-    checkers ask for the first.
+    Subclasses repeat `frozen=True, kw_only=True`: `kw_only` applies to the fields of one class only, and type checkers
+    require `frozen`.
     """
 
 
 #: A SHA-256, as 64 hexadecimal digits.
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-#: What an adaptor, a kind of artifact, a prefix or the like is called.
+#: The name of an adaptor, a kind of artifact, a prefix or the like.
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z")]
-#: A dimension, by the name that the user gave it.
+#: The user's name of a dimension.
 DimName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,63}\Z")]
 #: A count, an index or a number of bytes.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -37,10 +37,11 @@ _Decoded = TypeVar("_Decoded")
 
 
 def decode(data: bytes, kind: type[_Decoded]) -> _Decoded:
-    """Return the record of class `kind` in the JSON text `data`.
+    """Decode a record of class `kind` from JSON.
 
     Raises:
-        ValueError: It is no JSON, or outside of the grammar; the message names the place ("at `$.rows[0].kind`").
+        ValueError: `data` is not JSON, or does not match the grammar; the message contains the path
+            ("at `$.rows[0].kind`").
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -49,20 +50,20 @@ def decode(data: bytes, kind: type[_Decoded]) -> _Decoded:
 
 
 def encode(record: Any) -> bytes:
-    """Return a record as compact JSON; fields that hold their default are left out."""
+    """Return a record as compact JSON, without fields that have their default value."""
     return msgspec.json.encode(record)
 
 
-#: Made once: `json.dumps` makes an encoder for each call that asks for anything of its own.
+#: A module constant because `json.dumps` creates an encoder in each call with options.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the one JSON spelling of `value`, as ASCII bytes.
+    """Return the canonical JSON of `value`, as ASCII bytes.
 
     Raises:
-        TypeError: `value` holds something that JSON has no word for.
-        ValueError: `value` holds a NaN or an infinity.
+        TypeError: `value` contains an object that JSON cannot represent.
+        ValueError: `value` contains a NaN or an infinity.
     """
     return _ENCODER.encode(value).encode("ascii")
 

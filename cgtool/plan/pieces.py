@@ -1,10 +1,11 @@
-"""The records of a piece: a canonical graph as data. Must not import torch.
+"""The records of a piece: its graph as canonical data. Must not import torch.
 
-A `PieceGraph` is what the split writes, what identity is the digest of, what an adaptor compiles, what the `eager`
-adaptor's artifact holds, and what the plan carries of each splitting piece. It has no names of nodes, layers, weights
-or symbols of the trace: values are numbered, symbols are s0, s1, ... in the order in which the inputs show them.
+The split produces a `PieceGraph` for each piece. Its digest is the piece's identity, adaptors compile it, artifacts of
+the `eager` adaptor contain it, and the plan contains those of splitting pieces. It has no names of nodes, layers or
+weights and no symbols of the trace: values are numbered, and symbols are s0, s1, ... in order of appearance in the
+inputs.
 
-In JSON a tensor, a symbol and a node are arrays, whose members are the fields of their classes in order::
+In JSON, tensors, symbols and nodes are arrays of the fields of their classes::
 
     expr     = a Python expression over symbols and numbers, see `cgtool.graph.expressions`
     ref      = "%<n>"                                         inputs are %0..%k-1, node j is %k+j
@@ -12,9 +13,9 @@ In JSON a tensor, a symbol and a node are arrays, whose members are the fields o
                f float as repr text ("1e-06", "inf"), s string, t tuple, d [[value, value]...] dict, slice [a, b, c],
                dtype, device, layout, format (memory format), ellipsis 0, c complex [re, im] as text,
                const {"dtype", "shape", "data": base64},
-               graph [number of inputs, [node...], value]         what an operation such as torch.cond runs, see `Body`
+               graph [number of inputs, [node...], value]    the body of an operation such as torch.cond, see `Body`
 
-A device is a type ("cuda"): the index that it has in this process must not enter.
+A device is a type ("cuda") without the index that it has in one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,14 +32,14 @@ Json = Any
 
 #: The adaptor whose artifacts are piece graphs, which torch alone runs.
 EAGER = "eager"
-#: The adaptor whose artifacts are packages of native code, which torch alone opens.
+#: The adaptor whose artifacts are packages of native code, which torch alone loads.
 AOT_INDUCTOR = "aot_inductor"
-#: The kinds of artifacts that cgtool's own adaptors make; the kind of another's is the adaptor's name.
+#: The kinds of artifacts of cgtool's own adaptors; a third-party adaptor's kind is its name.
 KINDS: Mapping[str, str] = {AOT_INDUCTOR: "pt2", "inductor_standalone": "aot", "inductor": "mega", EAGER: "json"}
 
-#: A size, a stride or a bound of one, in elements.
+#: A size, a stride, or a bound of one, in elements.
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-#: Its form is checked by `cgtool.graph.expressions`, before anything is made of it.
+#: `cgtool.graph.expressions` checks the grammar before any code is generated.
 Expression = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_. +*/%()<>=!,&|^~-]{1,4000}\Z")]
 Dim = Size | Expression
 SymbolName = Annotated[str, Meta(pattern=r"\As[0-9]{1,6}\Z")]
@@ -48,11 +49,11 @@ Reference = Annotated[str, Meta(pattern=r"\A%(0|[1-9][0-9]{0,8})\Z")]
 #: `ns::op.overload`
 OpName = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*::[A-Za-z_][A-Za-z0-9_.]*\Z", max_length=200)]
 NodeKind = Literal["function", "method", "size"]
-#: What a node calls; `cgtool.graph.targets` has the list of what it may call.
+#: The function that a node calls; `cgtool.graph.targets` lists the allowed ones.
 Target = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,7}\Z", max_length=200)]
 #: The name of an argument.
 Keyword = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,63}\Z")]
-#: Tags whose bodies hold other values.
+#: Tags whose bodies contain other values.
 _HOLD_VALUES = frozenset({"t", "d", "slice"})
 
 
@@ -62,17 +63,17 @@ def kind_of(adaptor: str) -> str:
 
 
 class Row(Record, array_like=True):
-    """A record that is an array in JSON: there are many of it."""
+    """A record that is an array in JSON, because a file has many of it."""
 
 
 class TensorMeta(Row):
-    """What is known of a tensor before it exists.
+    """The dtype, shape, strides and device of a tensor.
 
     Args:
-        dtype: As torch spells it without its package: "float32".
-        shape: One dim each: an int, or an expression over the graph's symbols.
-        stride: As `shape`, in elements.
-        device: "cpu", "cuda".
+        dtype: The name without "torch.", such as "float32".
+        shape: The sizes; each is an int or an expression over the graph's symbols.
+        stride: The strides in elements, as for `shape`.
+        device: The type: "cpu", "cuda".
     """
 
     dtype: DtypeName
@@ -82,34 +83,34 @@ class TensorMeta(Row):
 
     @property
     def dims(self) -> tuple[Dim, ...]:
-        """All of its sizes and strides."""
+        """The sizes and the strides."""
         return (*self.shape, *self.stride)
 
     def __post_init__(self) -> None:
-        """Check what the types do not say."""
+        """Check that there are as many strides as sizes."""
         if len(self.shape) != len(self.stride):
-            msg = "a tensor has another number of strides than of sizes"
+            msg = "a tensor has different numbers of strides and sizes"
             raise ValueError(msg)
 
 
 class SymbolRange(Row):
-    """A symbol and the sizes it may take, inclusive; `max` None is no limit."""
+    """A symbol and its inclusive range; `max` None means no limit."""
 
     name: SymbolName
     min: Size
     max: Size | None
 
     def within(self, low: int, high: int | None) -> Self:
-        """Return the symbol with those of its sizes that lie within bounds."""
+        """Return the symbol with its range limited to the given bounds."""
         highs = [bound for bound in (self.max, high) if bound is not None]
         return replace(self, min=max(self.min, low), max=min(highs, default=None))
 
 
 class Node(Row):
-    """One operation of a piece; `args` and `kwargs` hold encoded values.
+    """An operation of a piece; `args` and `kwargs` are encoded values.
 
-    A "size" node is an integer read from a tensor's shape: its arguments are a reference and the dimension's index, and
-    it has no target.
+    A "size" node reads an integer from a tensor's shape. It has no target, and its arguments are a reference and the
+    index of the dimension.
     """
 
     kind: NodeKind
@@ -118,30 +119,30 @@ class Node(Row):
     kwargs: dict[Keyword, Json]
 
     def atoms(self) -> Iterator[tuple[str, Json]]:
-        """Yield what its arguments are made of, as `atoms_of` does."""
+        """Yield the atoms of its arguments, see `atoms_of`."""
         return atoms_of([*self.args, *self.kwargs.values()])
 
     def bodies(self) -> Iterator["Body"]:
         """Yield the bodies among its arguments.
 
         Raises:
-            msgspec.ValidationError: A body is outside the grammar.
+            msgspec.ValidationError: A body does not match the grammar.
         """
         return (msgspec.convert(body, Body) for tag, body in self.atoms() if tag == "graph")
 
     def mapped(self, change: Callable[[Json], Json]) -> Self:
-        """Return a node with what `change` makes of each of its arguments."""
+        """Return the node with `change` applied to each of its arguments."""
         kwargs = {name: change(self.kwargs[name]) for name in sorted(self.kwargs)}
         return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
 
 
 class Body(Row):
-    """A graph within a piece that one of its operations runs: a branch of `torch.cond`, the body of a loop.
+    """A graph that an operation of a piece runs: a branch of `torch.cond`, the body of a loop.
 
     Args:
-        num_inputs: Its inputs are %0..%k-1, tensors or integers; it sees nothing else of the piece.
-        nodes: In order of execution; "size" nodes are none of them.
-        output: An encoded value: what it returns.
+        num_inputs: The number of inputs %0..%k-1, tensors or integers. The body refers to no other values of the piece.
+        nodes: The nodes in order of execution, without "size" nodes.
+        output: The result, as an encoded value.
     """
 
     num_inputs: Count
@@ -150,18 +151,18 @@ class Body(Row):
 
 
 class PieceGraph(Record):
-    """A piece as data; see the module's grammar.
+    """The graph of a piece; see the module's grammar.
 
     Args:
         symbols: The symbols in order of first appearance in `inputs`.
         facts: Relations between symbols that hold whenever the piece runs ("Eq(s0 % 8, 0)" as "s0 % 8 == 0").
-        inputs: Tensors only: sizes are read from them by "size" nodes.
-        aliases: Groups of input positions that share one storage.
-        nodes: In order of execution.
-        outputs: References, tensors only for a compiled piece.
-        results: What is known of `outputs`, one each.
-        ops: Custom ops in the piece and the digest of what the compiler believes of them (schema and fake
-            implementation).
+        inputs: The inputs, which are tensors; "size" nodes read sizes from them.
+        aliases: Groups of positions of inputs that share storage.
+        nodes: The nodes in order of execution.
+        outputs: References; those of a compiled piece are tensors.
+        results: The metadata of each output.
+        ops: The custom ops in the piece, each with a digest of its schema and fake implementation, on which the
+            compiler relies.
     """
 
     symbols: tuple[SymbolRange, ...]
@@ -178,24 +179,24 @@ class PieceGraph(Record):
         return msgspec.json.encode(self, order="sorted")
 
     def identity(self) -> str:
-        """Return 64 hexadecimal digits: equal for two pieces that compile to the same code."""
-        frame, constants = taken_apart(self)
+        """Return the digest, as 64 hexadecimal digits; pieces with equal identities compile to the same code."""
+        frame, constants = split_constants(self)
         return identity_of(frame.canonical(), constants)
 
     def every_node(self) -> Iterator[Node]:
-        """Yield all nodes, those of the bodies that they run included."""
-        return _with_nodes_of_bodies(self.nodes)
+        """Yield all nodes, including those of bodies."""
+        return _every_node(self.nodes)
 
 
-def _with_nodes_of_bodies(nodes: Sequence[Node]) -> Iterator[Node]:
+def _every_node(nodes: Sequence[Node]) -> Iterator[Node]:
     for node in nodes:
         yield node
         for body in node.bodies():
-            yield from _with_nodes_of_bodies(body.nodes)
+            yield from _every_node(body.nodes)
 
 
 def atoms_of(value: Json) -> Iterator[tuple[str, Json]]:
-    """Yield what a value is made of as (tag, body), references as ("ref", "%3"), in order; numbers are left out."""
+    """Yield the atoms of a value in order: (tag, body), and ("ref", "%3") for a reference. Numbers are left out."""
     if isinstance(value, str):
         yield "ref", value
     elif isinstance(value, list | tuple):
@@ -210,7 +211,7 @@ def atoms_of(value: Json) -> Iterator[tuple[str, Json]]:
 
 
 def with_atoms(value: Json, change: Callable[[str, Json], Json]) -> Json:
-    """Return a value in which each of its atoms is what `change` makes of its tag and body, as `atoms_of` has them."""
+    """Return a value with `change` applied to the tag and body of each atom, see `atoms_of`."""
     if isinstance(value, str):
         return change("ref", value)
     if isinstance(value, list):
@@ -222,36 +223,36 @@ def with_atoms(value: Json, change: Callable[[str, Json], Json]) -> Json:
 
 
 def identity_of(frame: bytes, constants: Sequence[Json]) -> str:
-    """Return the identity of the graph that has this frame, in canonical JSON, and these constants."""
+    """Return the identity of the graph with this frame, as canonical JSON, and these constants."""
     return sha256_hex(frame + msgspec.json.encode(constants))
 
 
-def taken_apart(graph: PieceGraph) -> tuple[PieceGraph, tuple[Json, ...]]:
-    """Return a graph's frame, in which {"hole": n} stands for the n-th number or text that it passes, and these.
+def split_constants(graph: PieceGraph) -> tuple[PieceGraph, tuple[Json, ...]]:
+    """Return a graph's frame and constants; {"hole": n} in the frame stands for the n-th number or string.
 
-    The pieces of many layers differ in such constants alone: a layer's name, a scale.
+    Pieces of different layers often differ only in constants: a layer's name, a scale.
     """
     constants: list[Json] = []
 
-    def empty(value: Json) -> Json:
+    def extract(value: Json) -> Json:
         if type(value) is int or (type(value) is dict and list(value) in (["s"], ["f"])):
             constants.append(value)
             return {"hole": len(constants) - 1}
         if type(value) is list:
-            return [empty(item) for item in value]
+            return [extract(item) for item in value]
         if type(value) is dict and list(value) in (["t"], ["d"]):
-            return {tag: empty(body) for tag, body in value.items()}
+            return {tag: extract(body) for tag, body in value.items()}
         return value
 
-    nodes = tuple(node.mapped(empty) if _may_have_holes(node) else node for node in graph.nodes)
+    nodes = tuple(node.mapped(extract) if _may_have_holes(node) else node for node in graph.nodes)
     return replace(graph, nodes=nodes), tuple(constants)
 
 
-def put_together(frame: PieceGraph, constants: Sequence[Json]) -> PieceGraph:
-    """Return the graph that `taken_apart` took apart.
+def join_constants(frame: PieceGraph, constants: Sequence[Json]) -> PieceGraph:
+    """Return the graph with this frame and these constants, see `split_constants`.
 
     Raises:
-        ArtifactError: The frame has a hole for which there is no constant.
+        ArtifactError: The frame has a hole without a constant.
     """
 
     def fill(value: Json) -> Json:
@@ -263,7 +264,7 @@ def put_together(frame: PieceGraph, constants: Sequence[Json]) -> PieceGraph:
             return {tag: fill(body) for tag, body in value.items()}
         number = value["hole"]
         if type(number) is not int or not 0 <= number < len(constants):
-            msg = f"The hole {str(number)[:20]} of a graph of the plan has no constant: warm again."
+            msg = f"Constant {str(number)[:20]} of a graph in the plan is missing. Warm the model again."
             raise ArtifactError(msg, actual=number)
         return constants[number]
 
@@ -271,11 +272,11 @@ def put_together(frame: PieceGraph, constants: Sequence[Json]) -> PieceGraph:
 
 
 def _may_have_holes(node: Node) -> bool:
-    return node.kind == "function" and node.target != "builtins.getattr"  # what that reads depends on its constant
+    return node.kind == "function" and node.target != "builtins.getattr"  # its constant selects what is read
 
 
 class Member(Row):
-    """A graph as its frame, by number, and its constants."""
+    """A graph: the number of its frame, and its constants."""
 
     identity: Digest
     frame: Count
@@ -283,20 +284,20 @@ class Member(Row):
 
 
 class GraphRows(Record):
-    """Graphs in JSON: those that differ in constants alone share one frame (`cgtool.plan.pieces.taken_apart`)."""
+    """Graphs in JSON. Graphs that differ only in constants share a frame, see `split_constants`."""
 
     frames: tuple[PieceGraph, ...]
     members: tuple[Member, ...]
 
 
 class Graphs(Mapping[str, PieceGraph]):
-    """The graphs of a plan by identity, as they were read.
+    """The graphs of a plan by identity.
 
     Args:
-        rows: As `graph_rows` returned them.
+        rows: The result of `cgtool.plan.writing.graph_rows`.
 
     Raises:
-        ValueError: A member speaks of a frame that is not there, or is another graph than its identity says.
+        ValueError: A member's frame is missing, a graph does not match its identity, or occurs twice.
     """
 
     def __init__(self, rows: GraphRows) -> None:
@@ -316,27 +317,27 @@ class Graphs(Mapping[str, PieceGraph]):
                 msg = f"the graph {member.identity[:16]} was changed"
                 raise ValueError(msg)
         if len(self._members) < len(rows.members):
-            msg = "a graph is there twice"
+            msg = "a graph occurs twice"
             raise ValueError(msg)
 
     def parts_of(self, identity: str) -> tuple[int, PieceGraph, tuple[Json, ...]]:
-        """Return the number of a graph's frame, the frame, and the constants that stand in its holes."""
+        """Return the number of a graph's frame, the frame, and the constants."""
         member = self._members[identity]
         return member.frame, self._frames[member.frame], member.constants
 
     def __getitem__(self, identity: str) -> PieceGraph:
-        """Return the graph of that identity.
+        """Return the graph with that identity.
 
         Raises:
-            ArtifactError: A hole of its frame has no constant.
+            ArtifactError: A constant of its frame is missing.
         """
         if identity not in self._whole:
             _, frame, constants = self.parts_of(identity)
-            self._whole[identity] = put_together(frame, constants)
+            self._whole[identity] = join_constants(frame, constants)
         return self._whole[identity]
 
     def __contains__(self, identity: object) -> bool:
-        """Return whether there is a graph of that identity."""
+        """Return whether there is a graph with that identity."""
         return identity in self._members
 
     def __iter__(self) -> Iterator[str]:
@@ -344,5 +345,5 @@ class Graphs(Mapping[str, PieceGraph]):
         return iter(self._members)
 
     def __len__(self) -> int:
-        """Return how many graphs there are."""
+        """Return the number of graphs."""
         return len(self._members)

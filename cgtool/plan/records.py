@@ -1,13 +1,13 @@
 """The plan: the stitched programs of one rank and prefix as data. Must not import torch.
 
-`plan.json` is what `load` generates Python from: whatever reaches generated code is of the grammar, or refused. In the
-file, what variants share stands once, in tables, and is spoken of by its number (`PlanRows`). Grammar of what a type
-here does not say::
+`load` generates Python from `plan.json`, so every string of it is checked against the grammar first. The file holds
+values that variants share once, in tables, and refers to them by number (`PlanRows`). The grammar, as far as the types
+do not express it::
 
     source   = root accessor*            see cgtool.guards.sources; in a table, the number of a text
     template = ["v", value id] | ["const", literal] | ["expr", expr] | ["list"|"tuple", [template...]]
              | ["dict", [[key literal, template]...]] | ["call", "module:Qual", [template...], [[name, template]...]]
-             | ["source", source]        the very object that was passed in, or an attribute of the model
+             | ["source", source]        an object that was passed in, or an attribute of the model, itself
     literal  = a value as data           see cgtool.guards.kinds
 """
 
@@ -40,22 +40,22 @@ _WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _DOTTED = rf"{_WORD}(\.{_WORD})*"
 #: A method of the model.
 MethodName = Annotated[str, Meta(pattern=rf"\A{_WORD}\Z", max_length=200)]
-#: A class, as `module:Qual.Name`; a class that a function made has that function in its name.
+#: A class, as `module:Qual.Name`, with `<locals>` for a class defined in a function.
 ClassName = Annotated[str, Meta(pattern=rf"\A{_DOTTED}:{_WORD}(\.({_WORD}|<locals>))*\Z", max_length=500)]
-#: The value of an input, or of an output of a step.
+#: The number of a value: an input, or an output of a step.
 ValueId = Annotated[int, Meta(ge=0, lt=2**24)]
-#: A piece's number; -1 where a step only lays out an output anew, op by op as a splitting piece runs.
+#: The number of a piece; -1 for a step that only changes the layout of an output, and runs like a splitting piece.
 PieceIndex = Annotated[int, Meta(ge=-1, lt=2**24)]
 
 
-#: What a plan's texts may come to: beginnings are shared, so a few bytes may promise gigabytes.
+#: The limit of a plan's texts in total: prefixes are shared, so a few bytes could expand to gigabytes.
 _MAX_CHARACTERS = 2**28
 
 
 class TextRows(Record):
-    """Texts in JSON: text n is that of its parent, an earlier one (-1: none), and an end, as in 0 and ".eps".
+    """A table of texts in JSON. Text n is the text of its parent, an earlier one (or -1), followed by an end.
 
-    Two flat arrays, because an array for each text would cost its reader more than the text.
+    The table is two flat arrays, which are faster to read than an array of pairs.
     """
 
     parents: tuple[int, ...]
@@ -63,13 +63,13 @@ class TextRows(Record):
 
 
 class Texts:
-    """Texts by number, as they were read.
+    """A table of texts.
 
     Args:
-        rows: As `TextTable.rows` returned them.
+        rows: The result of `cgtool.plan.writing.TextTable.rows`.
 
     Raises:
-        ValueError: A text begins with a later one, or they are too long in all.
+        ValueError: The parent of a text does not precede it, or the texts are too long in total.
     """
 
     def __init__(self, rows: TextRows) -> None:
@@ -79,18 +79,18 @@ class Texts:
         characters = 0
         for number, (parent, end) in enumerate(zip(self.parents, self.ends, strict=True)):
             if not -1 <= parent < number:
-                msg = f"text {number} begins with text {parent}, which does not come before it"
+                msg = f"text {number} has text {parent} as its parent, which does not precede it"
                 raise ValueError(msg)
             text = self.whole[parent] + end if parent >= 0 else end
             characters += len(text)
             if characters > _MAX_CHARACTERS:
-                msg = f"its texts come to more than {_MAX_CHARACTERS} characters"
+                msg = f"its texts have more than {_MAX_CHARACTERS} characters in total"
                 raise ValueError(msg)
             self.whole.append(text)
 
 
 class Guard(Row):
-    """A fact that held when the model was traced: `describe(kind, resolve(source)) == expected`."""
+    """A condition that held when the model was traced: `describe(kind, resolve(source)) == expected`."""
 
     source: str
     kind: str
@@ -101,8 +101,8 @@ class Input(Row):
     """A tensor that the stitched program takes.
 
     Args:
-        source: Where it comes from: a parameter or buffer of the model, an argument, a global.
-        meta: Its dtype, shape, stride and device, over the variant's symbols.
+        source: A parameter or buffer of the model, an argument, or a global.
+        meta: Its metadata, over the variant's symbols.
     """
 
     source: str
@@ -110,13 +110,13 @@ class Input(Row):
 
 
 class Step(Row):
-    """One piece of a stitched program.
+    """The call of a piece in a stitched program.
 
     Args:
-        piece: Its `piece_index`; a step that only lays out an output anew has -1.
-        splitting: Whether it holds a splitting op, or only lays out: it runs as it stands and is never compiled.
+        piece: The `piece_index`; -1 for a step that only changes the layout of an output.
+        splitting: Whether it contains a splitting op or only changes the layout: it runs op by op and is not compiled.
         graph: The identity of its `PieceGraph` in the plan.
-        symbols: The piece's symbols over the variant's.
+        symbols: The piece's symbols as expressions over the variant's.
         inputs: Value ids, one for each input of the graph.
         outputs: Value ids, one for each output of the graph.
     """
@@ -130,13 +130,13 @@ class Step(Row):
 
 
 class Settled(Row):
-    """A plain attribute that each call sets.
+    """A plain attribute of the model that each call sets to the same value.
 
     Args:
-        source: The module of the model that has it.
+        source: The submodule that has the attribute.
         name: The attribute.
-        before: What it was when it was traced, an encoded literal.
-        after: What it is from the first call on.
+        before: Its value during the trace, an encoded literal.
+        after: Its value from the first call on.
     """
 
     source: str
@@ -151,11 +151,11 @@ class Settled(Row):
 
 
 class Kept(Row):
-    """What each call leaves in an attribute, or in an item of a dict, of the model.
+    """A value that each call stores in an attribute of the model, or in an item of a dict there.
 
     Args:
         place: The source of the attribute or item.
-        value: The template of what it is left.
+        value: The template of the value.
     """
 
     place: str
@@ -163,20 +163,20 @@ class Kept(Row):
 
 
 class VariantHead(Record, kw_only=True):
-    """What a variant says in the file as in memory.
+    """The fields of a variant that are the same in the file and in memory.
 
     Args:
-        name: The example call's name.
-        fixed: Dimensions that this variant fixes, by name: {"num_tokens": 1}.
-        dims: Dynamic dimensions by name, and the symbols that carry each.
+        name: The name of the example call.
+        fixed: The sizes of dimensions that the variant fixes, by name: {"num_tokens": 1}.
+        dims: The dynamic dimensions by name, with the symbols that represent each.
         symbols: The variant's symbols and their ranges.
         relations: Expressions over the symbols that must be true.
-        call_guards: What must hold of a call.
-        output: What the model returns, as a template.
-        settled: The attributes of the model that a call sets for good.
-        kept: What each call leaves in places of the model, in the order in which it is set.
-        calls_before: How many calls of its example lead to the state of the model that it was traced in.
-        sizes_before: The dynamic dimensions of these calls; null: they are of the sizes of the call that comes next.
+        call_guards: Guards on the arguments of a call and on global state.
+        output: The template of the model's return value.
+        settled: Attributes of the model that every call sets to the same value.
+        kept: Values that each call stores in the model, in the order in which they are set.
+        calls_before: How many calls of the example lead to the state of the model in which it was traced.
+        sizes_before: The dynamic dimensions of these calls; null means those of the traced call.
     """
 
     name: str
@@ -193,22 +193,22 @@ class VariantHead(Record, kw_only=True):
 
     @property
     def dim_of(self) -> dict[str, str]:
-        """The dimension that each symbol carries, of those that carry one."""
+        """The dimension that each symbol represents; symbols without one are left out."""
         return {symbol: dim for dim, symbols in self.dims.items() for symbol in symbols}
 
     @property
     def given(self) -> Json:
-        """What the program gives, as a template: the output, and with it what is kept where something is."""
-        return ["tuple", [self.output, *(one.value for one in self.kept)]] if self.kept else self.output
+        """The template of the program's result: the output, in a tuple with the kept values if there are any."""
+        return ["tuple", [self.output, *(kept.value for kept in self.kept)]] if self.kept else self.output
 
 
 class Variant(VariantHead):
-    """One stitched program and what must hold for a call that it serves.
+    """A stitched program and its guards.
 
     Args:
-        inputs: The tensors that it takes: the first value ids.
-        steps: Its pieces in order; their outputs are the value ids that follow.
-        model_guards: What must hold of the model and of globals.
+        inputs: The tensors that it takes, which have the first value ids.
+        steps: The calls of its pieces in order; their outputs have the following value ids.
+        model_guards: Guards on the model and on globals.
     """
 
     inputs: tuple[Input, ...]
@@ -217,12 +217,12 @@ class Variant(VariantHead):
 
 
 class GuardGroup(Row):
-    """One fact about several objects.
+    """Guards of one kind and expected value on several objects.
 
     Args:
-        kind: What is looked at, see `cgtool.guards.kinds`.
-        expected: What was seen.
-        sources: Which objects, as numbers of texts.
+        kind: The kind of the guards, see `cgtool.guards.kinds`.
+        expected: The expected value.
+        sources: The numbers of the texts of their sources.
     """
 
     kind: str
@@ -231,14 +231,14 @@ class GuardGroup(Row):
 
 
 class GuardTable(Sequence[Guard]):
-    """Guards in groups that speak of the same texts; each is made when it is asked for."""
+    """Guards in groups; each `Guard` is created on access."""
 
     def __init__(self, texts: Texts, groups: Iterable[GuardGroup]) -> None:
         self.texts = texts
         self.groups = tuple(groups)
 
     def __len__(self) -> int:
-        """Return how many guards there are."""
+        """Return the number of guards."""
         return sum(len(group.sources) for group in self.groups)
 
     def __iter__(self) -> Iterator[Guard]:
@@ -258,7 +258,7 @@ class GuardTable(Sequence[Guard]):
 
 
 class Plan(Record):
-    """All variants of one rank and prefix, and the graphs of their pieces by identity."""
+    """The variants of one rank and prefix, and the graphs of their pieces by identity."""
 
     method: str
     qualname: str
@@ -267,7 +267,7 @@ class Plan(Record):
 
 
 class StepRow(Row):
-    """A `Step` in the file; `graph` is the number of a member, `symbols` of the plan's mappings of symbols."""
+    """A `Step` in the file; `graph` and `symbols` are indices into `PlanRows.graphs.members` and `PlanRows.symbols`."""
 
     piece: PieceIndex
     splitting: bool
@@ -278,7 +278,7 @@ class StepRow(Row):
 
 
 class GroupRow(Row):
-    """A `GuardGroup` in the file; `kind` is the number of a kind, because one that holds many names is long."""
+    """A `GuardGroup` in the file; `kind` is an index into `PlanRows.kinds`, because a kind with many names is long."""
 
     kind: Count
     expected: Json
@@ -286,7 +286,7 @@ class GroupRow(Row):
 
 
 class VariantRows(VariantHead):
-    """A `Variant` in the file; inputs and guards are numbers of the plan's inputs and groups of guards."""
+    """A `Variant` in the file; inputs and guards are indices into `PlanRows.inputs` and `PlanRows.guards`."""
 
     inputs: tuple[Count, ...]
     steps: tuple[StepRow, ...]
@@ -298,16 +298,16 @@ class PlanRows(Record):
 
     Args:
         schema: The version of this grammar.
-        method: The model's method that was traced.
-        qualname: The model's class.
-        texts: The sources that inputs and guards speak of, and their beginnings.
-        metas: The kinds of tensors that inputs are of.
-        inputs: Of each input of any variant the number of its source and of its meta.
-        symbols: How pieces' symbols read over a variant's.
-        kinds: Kinds of guards.
-        guards: Facts about the model; a group belongs to the same variants as a whole.
+        method: The method that was traced.
+        qualname: The class of the model.
+        texts: The sources of inputs and guards, and their prefixes.
+        metas: The distinct metadata of inputs.
+        inputs: The index of the source and of the metadata of each input.
+        symbols: Mappings of a piece's symbols to expressions over a variant's.
+        kinds: The kinds of guards.
+        guards: Guards on the model; all guards of a group belong to the same variants.
         graphs: The graphs of all steps.
-        variants: In the order in which a call asks them.
+        variants: The variants in the order in which their guards are checked.
     """
 
     schema: Literal[3]
@@ -324,12 +324,12 @@ class PlanRows(Record):
 
 
 def head_of(variant: VariantHead) -> dict[str, Any]:
-    """Return what a variant says in the file as in memory, by field."""
+    """Return the fields of a variant's `VariantHead` by name."""
     return {name: getattr(variant, name) for name in VariantHead.__struct_fields__}
 
 
 def source_words(text: str) -> str:
-    """Return a source as a person would write it: "layers.0.eps", "input_ids", "tiny_llama.SCALE"."""
+    """Format a source for a message: "layers.0.eps", "input_ids", "tiny_llama.SCALE"."""
     if text == "self":
         return "the model"
     text = re.sub(r"^(self\.|arg:|free:|module:|state:)", "", text)
@@ -338,15 +338,15 @@ def source_words(text: str) -> str:
 
 
 def parse_plan(data: bytes, *, path: Path) -> Plan:
-    """Return the plan in the bytes of a file, whose digest the manifest has vouched for.
+    """Parse the bytes of `plan.json`, which match their digest in the manifest.
 
     Args:
         data: The bytes.
-        path: Where they were read, for errors.
+        path: The path of the file, for errors.
 
     Raises:
         CacheSchemaError: Another version of cgtool wrote it.
-        CacheCorruptError: It is no plan.
+        CacheCorruptError: It is not a valid plan.
     """
     try:
         return _plan(decode(data, PlanRows))
@@ -355,16 +355,17 @@ def parse_plan(data: bytes, *, path: Path) -> Plan:
         if schema not in (None, SCHEMA):
             message = f"{path} has schema {schema}; this cgtool reads schema {SCHEMA}. Warm the model again with it."
             raise CacheSchemaError(message, path=path, expected=SCHEMA, actual=schema) from error
-        why = "a number in it counts past its table" if isinstance(error, IndexError) else error
-        message = f"{path} is no plan ({why}). Warm the model again."
+        why = "an index in it is out of range" if isinstance(error, IndexError) else error
+        message = f"{path} is not a valid plan ({why}). Warm the model again."
         raise CacheCorruptError(message, path=path) from error
 
 
 def _plan(rows: PlanRows) -> Plan:
-    """Return a plan with its numbers looked up.
+    """Resolve the indices of a plan.
 
     Raises:
-        ValueError, IndexError: A number counts past its table.
+        ValueError: The table of texts or graphs is invalid.
+        IndexError: An index is out of range.
     """
     texts = Texts(rows.texts)
     graphs = Graphs(rows.graphs)
@@ -400,12 +401,12 @@ def _plan(rows: PlanRows) -> Plan:
 
 
 def _schema_of(data: bytes) -> int | None:
-    """Return the schema that JSON says it has, or None."""
+    """Return the `schema` field of a JSON object, or None."""
 
-    class Said(msgspec.Struct):
+    class Versioned(msgspec.Struct):
         schema: int
 
     try:
-        return msgspec.json.decode(data, type=Said).schema
+        return msgspec.json.decode(data, type=Versioned).schema
     except (ValueError, RecursionError):
         return None

@@ -1,7 +1,7 @@
 """Shapes: the sizes of dynamic dimensions that an artifact is compiled for. Must not import torch.
 
-A shape names its dimensions, `{dim: [smallest, largest]}`, inclusive. A size is a range of one, and the general shape,
-which serves every size, names none. People read and write it as text, in which equal shapes are equal::
+A shape maps dimensions to inclusive ranges, `{dim: [smallest, largest]}`. A size is a range of one number. The general
+shape, which covers every size, is empty. Equal shapes have equal text::
 
     general      num_tokens=8      num_tokens=2-64      batch=1:seq=2-64
 """
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from cgtool.plan.grammar import DimName
 
-#: The number of elements along a dimension; a variant of its own serves 0.
+#: The number of elements along a dimension; a separate variant covers 0.
 Size = Annotated[int, Meta(ge=0, le=2**53)]
 Shape = dict[DimName, tuple[Size, Size]]
 
@@ -28,52 +28,52 @@ def of_sizes(sizes: Mapping[str, int]) -> Shape:
 
 
 def is_size(shape: Shape) -> bool:
-    """Return whether a shape fixes all dimensions that it names, and names some."""
+    """Return whether a shape names dimensions and fixes all of them."""
     return bool(shape) and all(low == high for low, high in shape.values())
 
 
 def shape_text(shape: Shape) -> str:
-    """Return a shape as text, which is equal for equal shapes."""
+    """Return the text of a shape."""
     parts = [f"{dim}={low}" if low == high else f"{dim}={low}-{high}" for dim, (low, high) in sorted(shape.items())]
     return ":".join(parts) or GENERAL
 
 
 def shape_order(shape: Shape) -> tuple[int, list[tuple[str, tuple[int, int]]]]:
-    """Return a sort key for listings: the general shape, then ranges, then sizes, each by dimension and number."""
+    """Return the sort key of listings: the general shape, then ranges, then sizes, each by dimension and number."""
     return 0 if not shape else 2 if is_size(shape) else 1, sorted(shape.items())
 
 
 def distinct_shapes(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-    """Return shapes each once, in the order of listings."""
+    """Return shapes without duplicates, in the order of listings."""
     return tuple(sorted({shape_text(shape): shape for shape in shapes}.values(), key=shape_order))
 
 
 def dispatch_order(shape: Shape) -> tuple[int, int, list[tuple[str, tuple[int, int]]]]:
-    """Return a sort key for the choice of an artifact: sizes, then ranges, then the general shape.
+    """Return the sort key of dispatch: sizes, then ranges, then the general shape.
 
-    Of two shapes that fit a call, the one that fixes more dimensions was compiled for exactly this.
+    Of the shapes that cover a call, the one that fixes most dimensions is preferred.
     """
     fixed = sum(low == high for low, high in shape.values())
     return -fixed, fixed - len(shape), sorted(shape.items())
 
 
 def joined_ranges(ranges: Iterable[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    """Return ranges of sizes in order, those that touch as one; None is no limit."""
-    found: list[tuple[int, int | None]] = []
-    for low, high in sorted(ranges, key=lambda one: one[0]):
-        if found and (found[-1][1] is None or low <= found[-1][1] + 1):
-            first, last = found.pop()
-            found.append((first, None if last is None or high is None else max(last, high)))
+    """Return ranges of sizes in ascending order, with adjacent and overlapping ones merged; None means no limit."""
+    joined: list[tuple[int, int | None]] = []
+    for low, high in sorted(ranges, key=lambda bounds: bounds[0]):
+        if joined and (joined[-1][1] is None or low <= joined[-1][1] + 1):
+            first, last = joined.pop()
+            joined.append((first, None if last is None or high is None else max(last, high)))
         else:
-            found.append((low, high))
-    return found
+            joined.append((low, high))
+    return joined
 
 
 def check_shape(shape: Shape) -> None:
-    """Check what the types of a shape do not say.
+    """Check the ranges of a shape, which its type does not.
 
     Raises:
-        ValueError: A range is empty, or starts at 0, whose artifacts serve no other size.
+        ValueError: A range is empty, or starts at 0 and contains other sizes, which an artifact for 0 does not cover.
     """
     for dim, (low, high) in shape.items():
         if low > high or (low == 0 and high > 0):
@@ -82,22 +82,22 @@ def check_shape(shape: Shape) -> None:
 
 
 def parse_shape(text: str) -> dict[str, tuple[int, int]]:
-    """Return what a user asks for by a shape's text; a dimension whose name is left out has the name "".
+    """Parse the text of a shape; a dimension without a name gets the name "".
 
     Raises:
-        ValueError: `text` is no shape.
+        ValueError: `text` is malformed.
     """
     if text == GENERAL:
         return {}
     parts = [re.fullmatch(_PART, part, re.ASCII) for part in text.split(":")]
-    asked = {part["dim"] or "": (int(part["low"]), int(part["high"] or part["low"])) for part in parts if part}
-    named_once = len(asked) == len(parts) and (len(parts) == 1 or "" not in asked)
-    if not named_once or any(low > high for low, high in asked.values()):
-        msg = f"{text!r} is no shape"
+    shape = {part["dim"] or "": (int(part["low"]), int(part["high"] or part["low"])) for part in parts if part}
+    are_distinct = len(shape) == len(parts) and (len(parts) == 1 or "" not in shape)
+    if not are_distinct or any(low > high for low, high in shape.values()):
+        msg = f"{text!r} is not a shape"
         raise ValueError(msg)
-    return asked
+    return shape
 
 
-def is_asked(shape: Shape, asked: Mapping[str, tuple[int, int]]) -> bool:
-    """Return whether a user who asked for `asked` means `shape`: a name may be left out where there is but one."""
-    return list(shape.values()) == [asked[""]] if "" in asked else shape == asked
+def shape_matches(shape: Shape, parsed: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether `shape` is the parsed one, in which the name of an only dimension may be missing."""
+    return list(shape.values()) == [parsed[""]] if "" in parsed else shape == parsed

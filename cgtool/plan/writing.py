@@ -1,4 +1,4 @@
-"""Write `plan.json`: what variants share is numbered and stands once. Must not import torch."""
+"""Encoding of `plan.json`: values that variants share are stored once and numbered. Must not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cgtool.plan.grammar import canonical_json
-from cgtool.plan.pieces import GraphRows, Member, PieceGraph, taken_apart
+from cgtool.plan.pieces import GraphRows, Member, PieceGraph, split_constants
 from cgtool.plan.records import (
     SCHEMA,
     GroupRow,
@@ -26,26 +26,27 @@ _WITH_INDEX = ("|keys", "|values", "|list")
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Return the text of `plan.json`; equal plans give equal bytes."""
+    """Return the bytes of `plan.json`, which are equal for equal plans."""
     return msgspec.json.encode(_PlanWriter(plan).rows(), order="sorted")
 
 
 class _PlanWriter:
-    """Numbers what a plan repeats."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.texts = TextTable()
-        self.metas = _Numbers()
-        self.inputs = _Numbers()
-        self.symbols = _Numbers()
-        self.kinds = _Numbers()
+        self.metas = _Interner()
+        self.inputs = _Interner()
+        self.symbols = _Interner()
+        self.kinds = _Interner()
         self.graphs = graph_rows(plan.graphs)
         self.graph_numbers = {member.identity: number for number, member in enumerate(self.graphs.members)}
-        self.guards, self.of_variant = self._guards()
+        self.guards, self.groups_by_variant = self._guards()
 
     def rows(self) -> PlanRows:
-        variants = [self._variant(variant, of) for variant, of in zip(self.plan.variants, self.of_variant, strict=True)]
+        variants = [
+            self._variant(variant, groups)
+            for variant, groups in zip(self.plan.variants, self.groups_by_variant, strict=True)
+        ]
         return PlanRows(
             schema=SCHEMA,
             method=self.plan.method,
@@ -61,27 +62,27 @@ class _PlanWriter:
         )
 
     def _guards(self) -> tuple[tuple[GroupRow, ...], list[list[int]]]:
-        """Return the groups of guards, each of which the same variants have, and which each variant has."""
+        """Return the groups of guards that belong to the same variants, and the groups of each variant."""
         owners: dict[tuple[str, str, bytes], tuple[Guard, list[int]]] = {}
         for number, variant in enumerate(self.plan.variants):
             for guard in variant.model_guards:
                 key = guard.source, guard.kind, canonical_json(guard.expected)
-                held = owners.setdefault(key, (guard, []))[1]
-                if number not in held:
-                    held.append(number)
+                variants = owners.setdefault(key, (guard, []))[1]
+                if number not in variants:
+                    variants.append(number)
         groups: dict[Any, tuple[Guard, list[int], list[int]]] = {}
-        for (source, kind, expected), (guard, held) in owners.items():
-            group = groups.setdefault((kind, expected, tuple(held)), (guard, held, []))
+        for (source, kind, expected), (guard, variants) in owners.items():
+            group = groups.setdefault((kind, expected, tuple(variants)), (guard, variants, []))
             group[2].append(self.texts.number(source))
         rows = [
             GroupRow(kind=self.kinds.of(guard.kind), expected=guard.expected, sources=tuple(sources))
             for guard, _, sources in groups.values()
         ]
-        of_variant = [
-            [number for number, (_, held, _) in enumerate(groups.values()) if variant in held]
+        by_variant = [
+            [number for number, (_, variants, _) in enumerate(groups.values()) if variant in variants]
             for variant in range(len(self.plan.variants))
         ]
-        return tuple(rows), of_variant
+        return tuple(rows), by_variant
 
     def _variant(self, variant: Variant, guards: list[int]) -> VariantRows:
         number = self.texts.number
@@ -100,15 +101,15 @@ class _PlanWriter:
         return VariantRows(**head_of(variant), inputs=tuple(inputs), steps=tuple(steps), model_guards=tuple(guards))
 
 
-class _Numbers:
-    """Numbers for values, equal ones alike."""
+class _Interner:
+    """Assigns numbers to values; equal values have equal numbers."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
         self._known: dict[bytes, int] = {}
 
     def of(self, value: Any) -> int:
-        """Return the number of `value`, which is added where it is new."""
+        """Return the number of `value`, and add it if it is new."""
         number = self._known.setdefault(msgspec.json.encode(value, order="sorted"), len(self.rows))
         if number == len(self.rows):
             self.rows.append(value)
@@ -116,7 +117,7 @@ class _Numbers:
 
 
 class TextTable:
-    """Texts by number while a plan is written; a text shares its beginning with an earlier one."""
+    """Assigns numbers to texts; a text shares its prefix with an earlier one."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -124,11 +125,11 @@ class TextTable:
         self._ends: list[str] = []
 
     def rows(self) -> TextRows:
-        """Return the texts as they are written."""
+        """Return the table as it is stored."""
         return TextRows(parents=tuple(self._parents), ends=tuple(self._ends))
 
     def number(self, text: str) -> int:
-        """Return the number of `text`, which is added where it is new."""
+        """Return the number of `text`, and add it if it is new."""
         if text not in self._numbers:
             cut = max(text.rfind("."), text.rfind("["), text.rfind("|"))
             if text[:cut].endswith(_WITH_INDEX):  # `|keys[0]` is one step
@@ -141,12 +142,12 @@ class TextTable:
 
 
 def graph_rows(graphs: Mapping[str, PieceGraph]) -> GraphRows:
-    """Return graphs as they are written, each frame once."""
+    """Return graphs as they are stored, each frame once."""
     numbers: dict[bytes, int] = {}
     frames: list[PieceGraph] = []
     members: list[Member] = []
     for identity, graph in graphs.items():
-        frame, constants = taken_apart(graph)
+        frame, constants = split_constants(graph)
         number = numbers.setdefault(frame.canonical(), len(frames))
         if number == len(frames):
             frames.append(frame)

@@ -1,6 +1,6 @@
-"""Every private torch name that the split touches. Read in torch 2.13.0; there unchanged since 2.11.
+"""All private names of torch that the split uses, as of torch 2.13.0, unchanged since 2.11.
 
-Must not import torch._dynamo or torch._inductor. torch.utils._sympy comes with any graph that has symbols.
+Must not import torch._dynamo or torch._inductor. Any graph with symbols has imported torch.utils._sympy already.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from torch.utils._sympy.value_ranges import bound_sympy
 
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 
-#: The very functions that a graph calls where it enters and leaves an autocast region.
+#: The functions that enter and leave an autocast region in a graph.
 ENTER_AUTOCAST: Any = autocast_mode._enter_autocast
 EXIT_AUTOCAST: Any = autocast_mode._exit_autocast
-#: What a graph calls where `torch.nn.attention.sdpa_kernel` is entered.
+#: The function that enters `torch.nn.attention.sdpa_kernel` in a graph.
 SDPA_BACKEND: Any = getattr(torch.nn.attention, "_backend_from_string", None)
-#: What a graph calls where gradients are turned on and off, which the transforms of torch.func do.
+#: The function that turns gradients on and off in a graph; the transforms of torch.func use it.
 SET_GRAD: Any = torch._C._set_grad_enabled
 
 _ROUNDINGS = (functions.TruncToInt, functions.FloorToInt, functions.CeilToInt, functions.RoundToInt)
 
-#: Ops that, where nothing is differentiated, do nothing but run the body that is their first argument → the position
-#: of the first argument that the body takes.
+#: Ops that in inference only run the body that is their first argument → the position of the body's first argument.
 BODY_OPS: dict[str, int] = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2, "wrap": 1}
 
 
 def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return the mode of a fake tensor, to be entered."""
+    """Return the mode of a fake tensor as a context manager."""
     return maybe_get_fake_mode(tensor) or contextlib.nullcontext()
 
 
@@ -54,13 +53,13 @@ def op_name(op: OpOverload | OpOverloadPacket) -> str:
 
 
 def aten_packet(short: str) -> OpOverloadPacket | None:
-    """Return the ATen op of a name, or None where there is none."""
+    """Return the ATen op with a name, or None."""
     packet = getattr(torch.ops.aten, short, None) if short and not short.startswith("__") else None
     return packet if isinstance(packet, OpOverloadPacket) else None
 
 
 def overloads_of(op: OpOverload | OpOverloadPacket) -> list[OpOverload]:
-    """Return the overload itself, or all overloads of a packet."""
+    """Return all overloads of a packet, or the overload itself."""
     return [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in overload_names(op)]
 
 
@@ -70,7 +69,7 @@ def overload_names(op: OpOverloadPacket) -> list[str]:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Return what two tensors that share memory have in common, or None where the tensor does not tell."""
+    """Return an identifier of a tensor's storage, or None if it has no accessible storage."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     try:
@@ -80,13 +79,13 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def is_wrapped(value: Any) -> bool:
-    """Return whether a value is a tensor of one of the levels of torch.vmap and torch.func."""
+    """Return whether a value is a tensor wrapped by torch.vmap or torch.func."""
     return isinstance(value, torch.Tensor) and bool(_functorch.is_functorch_wrapped_tensor(value))
 
 
 @contextlib.contextmanager
 def tracing_under(tensor: torch.Tensor) -> Iterator[Any]:
-    """Be in the mode of a fake tensor, which is given; levels and grad mode are in the end what they were."""
+    """Enter the mode of a fake tensor and yield it; functorch levels and the grad mode are restored on exit."""
     depth = _functorch.get_dynamic_layer_stack_depth()
     with torch.no_grad(), fake_mode_of(tensor) as mode, enable_python_dispatcher():
         try:
@@ -96,24 +95,24 @@ def tracing_under(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def plain_graph(function: Callable[..., Any], values: list[Any]) -> GraphModule:
-    """Return what a function does with these values, in plain ops."""
+    """Trace a function with these values into plain ops."""
     with preserve_node_meta():
         traced: GraphModule = make_fx(function)(*values)
     return traced
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor's memory was written to; 0 where that is not counted."""
+    """Return how often the tensor's memory was written to; 0 if that is not counted."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def expr_of(value: Any) -> Any:
-    """Return the sympy expression of a SymInt, SymFloat or SymBool, all replacements of the ShapeEnv applied."""
+    """Return the sympy expression of a SymInt, SymFloat or SymBool, with the ShapeEnv's replacements applied."""
     return value.node.expr
 
 
 def shape_env_of(value: Any) -> Any:
-    """Return the ShapeEnv of a symbolic number, or of a tensor with one among its sizes; else None."""
+    """Return the ShapeEnv of a symbolic number or of a tensor with symbolic sizes; else None."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.shape_env
     if isinstance(value, torch.Tensor):
@@ -124,34 +123,34 @@ def shape_env_of(value: Any) -> Any:
 
 
 def symbol_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]:
-    """Return the smallest and the largest size that the symbol may take; None is no limit."""
+    """Return the smallest and the largest size of a symbol; None means no limit."""
     bounds = shape_env.var_to_range[symbol]
     low = 0 if bounds.lower in (-int_oo, -sympy.oo) else max(0, int(bounds.lower))
-    # torch bounds a size that comes from data by the largest integers, one below which means the same
+    # torch limits data-dependent sizes to sys.maxsize or one less
     is_open = bounds.upper in (int_oo, sympy.oo) or int(bounds.upper) >= sys.maxsize - 1
     return low, None if is_open else int(bounds.upper)
 
 
 def comes_from_data(symbol: Any) -> bool:
-    """Return whether a symbol stands for what an op finds in the data of a tensor: no shape of an input tells it."""
+    """Return whether a symbol is data-dependent: an op computes it from the values of a tensor."""
     return bool(free_unbacked_symbols(symbol))
 
 
 def relations_of(shape_env: Any) -> Iterator[Any]:
-    """Yield what the trace found true of its sizes, as sympy expressions with all replacements applied."""
+    """Yield the relations between sizes that the trace relies on, as sympy expressions with replacements applied."""
     asserted = (assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group)
     for guard in (*shape_env.guards, *asserted):
         yield shape_env.simplify(shape_env.replace(guard.expr))
 
 
 def guards_of(shape_env: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what the trace asked of its sizes, as sympy expressions, and where."""
+    """Yield the guards of the trace on sizes, as sympy expressions, with their source locations."""
     for guard in () if shape_env is None else shape_env.guards:
         yield shape_env.replace(guard.expr), str(guard.sloc)
 
 
 def reals_in(expr: Any) -> Iterator[Any]:
-    """Yield the real numbers of sizes that an expression rounds or compares, save for quotients of integers."""
+    """Yield the real numbers of sizes that an expression rounds or compares, except quotients of integers."""
     for part in sympy.preorder_traversal(expr):
         if isinstance(part, (*_ROUNDINGS, sympy.core.relational.Relational)):
             for real in part.args:
@@ -161,7 +160,7 @@ def reals_in(expr: Any) -> Iterator[Any]:
 
 
 def only_divides(real: Any) -> bool:
-    """Return whether a real number is quotients of integers and numbers: torch takes those in the model's own order."""
+    """Return whether a real number is computed by divisions only, whose order torch preserves."""
     quotients = (functions.ToFloat, functions.IntTrueDiv, functions.FloatTrueDiv, sympy.Float)
     return all(part.is_integer or isinstance(part, quotients) for part in sympy.preorder_traversal(real))
 
@@ -170,7 +169,7 @@ def _takes_operations(number: Any) -> bool:
     is_quotient = isinstance(number, functions.IntTrueDiv) and all(arg.is_integer for arg in number.args)
     if is_quotient or isinstance(number, (functions.ToFloat, *_ROUNDINGS)):
         return False
-    # what is rounded within it is an integer, and is looked at by itself
+    # a rounded subexpression is an integer, and `reals_in` yields its argument separately
     inner = number.replace(lambda part: isinstance(part, _ROUNDINGS), lambda _: sympy.Integer(1))
     return bool(inner.has(sympy.Float, functions.IntTrueDiv, functions.FloatTrueDiv, functions.ToFloat))
 

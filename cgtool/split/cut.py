@@ -1,17 +1,17 @@
-"""Where the graph is cut: which nodes are splitting ops, by the names that people use, and the segments between them.
+"""The cut: matching of splitting ops by name, and the segments between them.
 
-Spellings of one name::
+Ops are named as follows::
 
     ns::op   ns.op   torch.ops.ns.op        a custom op or an ATen op, any overload
-    the same with .overload                 that overload only
+    any of these with .overload             that overload only
     torch.nn.functional.f, torch.f          a Python function or builtin that a Dynamo graph calls
     torch.Tensor.f                          a method
 
 ATen names match the builtins and methods that call them (`aten::mm` matches `torch.mm(a, b)` and `a.mm(b)`).
 
-Nodes keep their order, so effects keep theirs. Neighbouring splitting ops are one piece; a segment that only allocates
-or only reshapes joins its neighbour; a getitem stays with its producer. An op that runs a graph with a
-splitting op in it is one.
+Nodes, and so their side effects, keep their order. Adjacent splitting ops form one piece, a segment that only allocates
+or reshapes joins its neighbor, and a getitem stays with its producer. An op whose body contains a splitting op is a
+splitting op.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - what everyone calls it
+import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch import fx
 
 from cgtool.errors import SplitError, UnmatchedSplittingOpError
@@ -37,19 +37,19 @@ from cgtool.split.nodes import RUNS, Kind, example, is_getitem_of_bundle, short_
 from cgtool.split.program import Program
 
 _MAX_LISTED = 20
-#: Operators of Python that are an ATen op of another name when they meet a tensor.
+#: Python operators whose ATen op has a different name.
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and_": "__and__", "or_": "__or__"}
 
 
 def splitting_nodes(kinds: dict[fx.Node, Kind], names: Sequence[str] | None) -> tuple[set[fx.Node], tuple[str, ...]]:
-    """Return the nodes to split at, and the names that matched, sorted and spelled `ns::op` or dotted.
+    """Return the nodes to split at, and the names that matched, sorted, as `ns::op` or dotted names.
 
     Args:
         kinds: Every node of the graph and its kind.
-        names: What to split at; None: known and registered ops, as far as the graph has them.
+        names: The ops to split at. None means known and registered ops, as far as the graph contains them.
 
     Raises:
-        UnmatchedSplittingOpError: A name that was given matches no node.
+        UnmatchedSplittingOpError: A name in `names` matches no node.
     """
     running = {
         node: frozenset().union(*map(names_of, nodes_with_bodies([node])))
@@ -57,24 +57,24 @@ def splitting_nodes(kinds: dict[fx.Node, Kind], names: Sequence[str] | None) -> 
         if kind in RUNS
     }
     wanted = (*KNOWN_ATTENTION_OPS, *COLLECTIVE_OPS, *registered_splitting_ops()) if names is None else tuple(names)
-    found: set[fx.Node] = set()
+    splitting: set[fx.Node] = set()
     matched: set[str] = set()
     for name in wanted:
         spellings = _spellings(name)
-        nodes = [node for node, own in running.items() if spellings & own]
-        if names is None and found.issuperset(nodes):
-            continue  # absent, or one more name of ops that are split at already
+        nodes = [node for node, node_names in running.items() if spellings & node_names]
+        if names is None and splitting.issuperset(nodes):
+            continue  # not in the graph, or another name of the same ops
         if nodes:
-            found.update(nodes)
+            splitting.update(nodes)
             matched.update(sorted(spellings & running[nodes[0]])[:1])
         elif names is not None:
             raise _unmatched(name, running.values())
-    return found, tuple(sorted(matched))
+    return splitting, tuple(sorted(matched))
 
 
 @cache
 def _spellings(name: str) -> frozenset[str]:
-    """Return the canonical names that a user's spelling may stand for."""
+    """Return the canonical names that a user's name may mean."""
     plain = name.strip().removeprefix("torch.ops.")
     if "::" in plain:
         return frozenset({plain})
@@ -85,7 +85,7 @@ def _spellings(name: str) -> frozenset[str]:
 
 
 def names_of(node: fx.Node) -> frozenset[str]:
-    """Return every canonical name that `node` answers to."""
+    """Return every canonical name of the op that `node` calls."""
     if node.op == "call_method":
         return frozenset({f"torch.Tensor.{node.target}"}) | _aten_names(str(node.target))
     if node.op != "call_function":
@@ -129,15 +129,15 @@ def _unmatched(name: str, graph: Iterable[frozenset[str]]) -> UnmatchedSplitting
     listed = ", ".join(shown[:_MAX_LISTED]) or "none"
     more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
     return UnmatchedSplittingOpError(
-        f"The splitting op {name!r} occurs nowhere in the graph.{hint} The graph's ops are: {listed}{more}. "
-        f"Name one of these, or leave splitting_ops out to split at the attention ops that are known.",
+        f"The graph does not contain the splitting op {name!r}.{hint} Its ops are: {listed}{more}. "
+        f"Name one of these, or leave splitting_ops out to split at the known attention ops.",
         expected=name,
         actual=tuple(shown),
     )
 
 
 def _shown(names: frozenset[str]) -> str:
-    """Return the one name under which the error lists an op: `ns::op` of an op, else the dotted name of a function."""
+    """Return the name of an op for the error: the dotted name of a function, else `ns::op`."""
     dotted = sorted((n for n in names if "::" not in n), key=lambda n: (not _is_functional(n), len(n), n))
     return dotted[0] if dotted else min(names, key=len)
 
@@ -147,7 +147,7 @@ def _is_functional(name: str) -> bool:
 
 
 def _is_common(name: str) -> tuple[bool, bool, bool]:
-    """Sort custom ops first, then functions of torch.nn.functional, then what else computes, then operators."""
+    """Sort custom ops first, then functions of torch.nn.functional, then other functions and ops, then operators."""
     is_custom = "::" in name and not name.startswith("aten::")
     return not is_custom, not _is_functional(name), not name.startswith(("torch.", "aten::"))
 
@@ -158,27 +158,27 @@ _ALLOCATES = frozenset(
         *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"),
     }
 )
-#: These give a view or, where there is none, a copy: one kernel at most, the same in eager.
+#: Ops that return a view or a copy: at most one kernel, the same as in eager.
 _RESHAPES = frozenset({"reshape", "reshape_as", "flatten", "unflatten", "contiguous", "clone", "ravel"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Nodes that run together, in the graph's order."""
+    """Consecutive nodes of the graph that run as one piece."""
 
     splitting: bool
     nodes: tuple[fx.Node, ...]
 
 
 def segments(program: Program, splitting: set[fx.Node]) -> list[Segment]:
-    """Cut the graph; no two neighbours are of one sort."""
+    """Cut the graph into segments, alternately splitting and compiled ones."""
     owner: dict[fx.Node, int] = {}
     runs: list[tuple[bool, list[fx.Node]]] = []
     for node, kind in program.kinds.items():
         if kind not in RUNS:
             continue
         if is_getitem_of_bundle(node, program.kinds):
-            owner[node] = owner[node.args[0]]  # type: ignore[index]  # a node: asked just now
+            owner[node] = owner[node.args[0]]  # type: ignore[index]  # a node, as just checked
             runs[owner[node]][1].append(node)
             continue
         cut = node in splitting
@@ -190,7 +190,7 @@ def segments(program: Program, splitting: set[fx.Node]) -> list[Segment]:
 
 
 def _joined(cut: list[Segment], program: Program) -> list[Segment]:
-    """Give segments that are not worth a piece to a splitting neighbour, then join neighbours of one sort."""
+    """Move trivial segments into an adjacent splitting segment, then join adjacent segments of one kind."""
     if not any(segment.splitting for segment in cut):
         return cut
     joined: list[Segment] = []
@@ -205,7 +205,7 @@ def _joined(cut: list[Segment], program: Program) -> list[Segment]:
 
 
 def _is_trivial(node: fx.Node, memory: Memory) -> bool:
-    """Return whether `node` computes nothing: it allocates, reshapes or views, and writes nowhere."""
+    """Return whether `node` only allocates, reshapes or views, and writes to nothing."""
     if any(node in memory.writers.get(key, ()) for argument in node.all_input_nodes for key in memory.of(argument)):
         return False
     if short_name(node) in _ALLOCATES | _RESHAPES:

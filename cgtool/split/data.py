@@ -1,8 +1,8 @@
-"""What comes from data: sizes and numbers that an op finds in the values of a tensor, not in its shape.
+"""Data-dependent sizes and numbers, which an op computes from the values of a tensor and not from its shape.
 
-Such an op (`nonzero`, `x[mask]`, `item`, `unique`) runs as it stands, between compiled pieces, and so does what first
-makes a tensor of a size that it found, and what torch asserts of it. From there on the size is read off that tensor
-like any other. A number that no tensor's shape shows is read again from its tensor by whoever needs it.
+Such an op (`nonzero`, `x[mask]`, `item`, `unique`) runs eagerly between compiled pieces, as do torch's assertions about
+its result and the first op that creates a tensor of that size. Later pieces read the size from that tensor's shape. A
+number that is in no shape is read from its tensor again by each piece that needs it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_read(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
-    """Return whether `node` reads a number out of a tensor: `x.sum().item()`."""
+    """Return whether `node` reads a number from a tensor: `x.sum().item()`."""
     return kinds[node] is Kind.EFFECT and isinstance(example(node), _NUMBERS)
 
 
-def run_as_they_stand(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
-    """Return the nodes that run op by op because of what they find in data, or need of that."""
+def data_dependent_nodes(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
+    """Return the nodes that run eagerly because they compute or need data-dependent sizes or numbers."""
     found: set[fx.Node] = set()
     shown: set[str] = set()
     derived: set[fx.Node] = set()
@@ -54,9 +54,9 @@ def run_as_they_stand(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
         if (
             node.meta.get("unbacked_bindings")
             or is_read(node, kinds)
-            or (kind is Kind.EFFECT and (of_data or _asks_of_data(node)))
+            or (kind is Kind.EFFECT and (of_data or _takes_data_dependent_number(node)))
             or any(not isinstance(example(leaf), torch.SymInt) for leaf in of_data)
-            or _counts_marks(node)
+            or _counts_mask(node)
             or not symbols <= shown
         ):
             found.add(node)
@@ -66,14 +66,14 @@ def run_as_they_stand(kinds: dict[fx.Node, Kind]) -> set[fx.Node]:
 
 
 def is_source(node: fx.Node) -> bool:
-    """Return whether it is `node` that finds a size or a number in data."""
+    """Return whether `node` computes a data-dependent size or number."""
     return bool(node.meta.get("unbacked_bindings"))
 
 
-def _counts_marks(node: fx.Node) -> bool:
-    """Return whether `node` finds how many marks a mask has, as `x[mask]` and `y[mask] = z` do.
+def _counts_mask(node: fx.Node) -> bool:
+    """Return whether `node` counts the true elements of a mask, as `x[mask]` and `y[mask] = z` do.
 
-    Where several do so of one mask, torch binds the number at the first alone.
+    If several nodes do so for one mask, torch binds the number at the first only.
     """
     if short_name(node) not in _TAKE_MASKS:
         return False
@@ -88,43 +88,43 @@ def _is_number(leaf: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
     return kinds[leaf] is Kind.SIZE or is_read(leaf, kinds)
 
 
-def _asks_of_data(node: fx.Node) -> bool:
-    """Return whether a node takes a number that follows from sizes which come from data: torch's own assertions do."""
+def _takes_data_dependent_number(node: fx.Node) -> bool:
+    """Return whether a node takes a number computed from data-dependent sizes, as torch's own assertions do."""
     values = map(example, leaves_of(node))
     numbers = [value for value in values if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)]
     return any(private.comes_from_data(symbol) for value in numbers for symbol in private.expr_of(value).free_symbols)
 
 
 def symbols_from_data(value: Any) -> Iterator[str]:
-    """Yield the symbols from data that an integer or the sizes of a tensor have."""
+    """Yield the data-dependent symbols of an integer or of a tensor's sizes."""
     for part in numbers_in(value):
         if isinstance(part, torch.SymInt):
             yield from (s.name for s in private.expr_of(part).free_symbols if private.comes_from_data(s))
 
 
 def is_readable(value: Any, inside: Collection[fx.Node], program: Program) -> bool:
-    """Return whether a piece can read a number off tensors of earlier ones: what it has from data are sizes there."""
+    """Return whether a piece can compute a number from the shapes of earlier tensors."""
     if isinstance(value, torch.SymFloat | torch.SymBool):
         return False
     return all(is_shown(symbol, inside, program) for symbol in symbols_from_data(value))
 
 
 def is_shown(symbol: str, inside: Collection[fx.Node], program: Program) -> bool:
-    """Return whether a tensor of a piece before the one of these nodes has a size from data as a dimension."""
+    """Return whether a tensor of an earlier piece than that of these nodes has a data-dependent size as a dimension."""
     sizes = program.sizes
     donor = sizes.donors.get(symbol)
     if donor is None or donor in inside:
         return False
-    # an element of a bundle is part of the piece that makes the bundle, however late it is taken
+    # a getitem belongs to the piece of its bundle, however late it comes
     last = max(sizes.order[node] for node in inside if not is_getitem_of_bundle(node, program.kinds))
     return sizes.order[donor] < last
 
 
 def with_numbers(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
-    """Return the nodes of a piece with those that read the numbers that it needs from their tensors again.
+    """Return the nodes of a piece, with nodes that read the numbers it needs from their tensors again.
 
     Raises:
-        SplitError: Such a tensor is written to, so that the number may be another one by then.
+        SplitError: Such a tensor is written to, so that the number may have changed.
     """
     inside = set(members)
     added: set[fx.Node] = set()
@@ -140,6 +140,6 @@ def with_numbers(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
             continue
         memory = program.memory
         if any(memory.writers.get(key) for tensor in leaf.all_input_nodes for key in memory.of(tensor)):
-            raise cannot_split(leaf, "its number is needed again after its tensor may have been written to")
+            raise cannot_split(leaf, "its number is used in another piece, and its tensor may have changed by then")
         added.add(leaf)
     return sorted((*members, *added), key=program.sizes.order.__getitem__) if added else list(members)

@@ -1,7 +1,7 @@
-"""One piece as data: nodes of the trace become a `PieceGraph` that has no names, only positions.
+"""Encoding of one piece: nodes of the trace become a `PieceGraph`, in which positions replace names.
 
-Order is what makes equal pieces equal: inputs stand in the order of their first use, donors of sizes after them,
-outputs in the order in which they are made, a size's arithmetic right before its first use.
+The order is canonical, so that equal pieces have equal graphs: inputs in order of first use, then donors of sizes;
+outputs in the order in which they are computed; the arithmetic of a size directly before its first use.
 """
 
 from __future__ import annotations
@@ -54,27 +54,25 @@ _ROUNDINGS = {"Trunc": "math.trunc", "Floor": "math.floor", "Ceil": "math.ceil",
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPiece:
-    """A piece as data, and which nodes of the trace its inputs and outputs are."""
+    """The graph of a piece, and the nodes of the trace that are its inputs and outputs."""
 
     graph: PieceGraph
-    #: The nodes that give its inputs, in order.
+    #: The nodes of its inputs, in order.
     takes: tuple[fx.Node, ...]
-    #: The nodes that are its outputs, in order.
+    #: The nodes of its outputs, in order.
     gives: tuple[fx.Node, ...]
     #: Piece symbol → symbol of the trace.
     symbols: Mapping[str, str]
 
 
 def takes_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
-    """Return the tensors that these nodes take from elsewhere, in the order of first use."""
+    """Return the tensors that these nodes take from outside, in order of first use."""
     inside = frozenset(members)
     found: dict[fx.Node, None] = {}
     for node in members:
         for leaf in _leaves_to_take(node, inside, program):
             if program.kinds[leaf] not in (Kind.TENSOR, Kind.INPUT):
-                raise cannot_split(
-                    leaf, "what it gives is no tensor and is used in another piece; split somewhere else"
-                )
+                raise cannot_split(leaf, "its result is not a tensor and is used in another piece; split elsewhere")
             value = program.memory.root[leaf]
             if value not in inside and program.kinds[value] is not Kind.CONSTANT:
                 found[value] = None
@@ -82,7 +80,7 @@ def takes_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
 
 
 def _leaves_to_take(node: fx.Node, inside: frozenset[fx.Node], program: Program) -> Iterator[fx.Node]:
-    """Yield what `node` needs from elsewhere, save sizes that are computed again from tensors."""
+    """Yield the nodes outside that `node` needs, except sizes that can be recomputed from tensors."""
     for leaf in leaves_of(node):
         kind = program.kinds[leaf]
         if leaf in inside or kind in (Kind.CONSTANT, Kind.CONTEXT, Kind.DROPPED):
@@ -97,7 +95,7 @@ def _leaves_to_take(node: fx.Node, inside: frozenset[fx.Node], program: Program)
 
 
 def donors_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
-    """Return the tensors of other pieces that these nodes read sizes off which come from data."""
+    """Return the tensors of other pieces from which these nodes read data-dependent sizes."""
     if not program.sizes.from_data:
         return []
     takes = takes_of(members, program)
@@ -109,7 +107,7 @@ def donors_of(members: Sequence[fx.Node], program: Program) -> list[fx.Node]:
 def _sized_inputs(
     members: Sequence[fx.Node], gives: Sequence[fx.Node], program: Program
 ) -> tuple[list[fx.Node], PieceSizes]:
-    """Return the tensors that a piece takes, donors of sizes at their end, and its symbols."""
+    """Return the inputs of a piece, with donors of sizes at the end, and its symbols."""
     sizes = program.sizes
     used = [symbol for node in members for symbol in _symbols_used(node, program)]
     used += [symbol for node in gives for symbol in sizes.symbols_in(example(node))]
@@ -120,10 +118,15 @@ def _sized_inputs(
 
 
 def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: Program) -> EncodedPiece:
-    """Write a piece down: its nodes, and those of its tensors that are used elsewhere, in the graph's order.
+    """Encode a piece.
+
+    Args:
+        members: Its nodes, in the graph's order.
+        gives: Those whose tensors are used outside the piece, in the graph's order.
+        program: The graph.
 
     Raises:
-        SplitError: Something in the piece has no word in the grammar; the message names the node and the user's line.
+        SplitError: The grammar does not have a node or value; the message names the node and the user's line.
     """
     try:
         takes, sizes = _sized_inputs(members, gives, program)
@@ -154,14 +157,14 @@ def encode_piece(members: Sequence[fx.Node], gives: Sequence[fx.Node], program: 
 
 
 def _symbols_used(node: fx.Node, program: Program) -> Iterator[str]:
-    """Yield the symbols that the sizes among a node's arguments are computed from."""
+    """Yield the symbols from which the sizes among a node's arguments are computed."""
     for leaf in leaves_of(node):
         if program.kinds[leaf] is not Kind.SIZE and not is_read(leaf, program.kinds):
             continue
         value = example(leaf)
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, torch.SymInt):
-                # a number from data that is no size of any tensor has no name: it is read or computed as it is written
+                # a data-dependent number that is not a size of any tensor has no symbol: its node is copied
                 unnamed = set(symbols_from_data(item)) - program.sizes.from_data
                 yield from (symbol for symbol in program.sizes.symbols_in(item) if symbol not in unnamed)
             elif isinstance(item, torch.SymFloat | torch.SymBool):
@@ -186,7 +189,7 @@ def _ops_of(members: Sequence[fx.Node]) -> dict[str, str]:
 
 
 class _PieceWriter:
-    """Appends nodes to a piece; knows what every node and every size is called in it."""
+    """Appends nodes to a piece, and tracks the references of nodes and sizes."""
 
     def __init__(self, takes: Sequence[fx.Node], sizes: PieceSizes, program: Program) -> None:
         self.nodes: list[Node] = []
@@ -198,7 +201,7 @@ class _PieceWriter:
         self._contexts: list[tuple[fx.Node, str]] = []
 
     def write(self, node: fx.Node) -> None:
-        """Append `node`, the contexts that it runs under, and the sizes that it needs; each must have a word."""
+        """Append `node`, preceded by the contexts that it runs in and the sizes that it needs."""
         self._enter(self._program.contexts[node])
         try:
             self.refs[node] = self._call(node)
@@ -235,14 +238,13 @@ class _PieceWriter:
         )
 
     def _number(self, node: fx.Node) -> Json:
-        """Return the number that a SIZE node gives, computed from the piece's own tensors."""
+        """Return the value of a SIZE node, computed from the piece's inputs."""
         value = example(node)
         if isinstance(value, torch.SymFloat | torch.SymBool) or not self._shows(value):
-            # The grammar of sizes has integers only, those that a tensor's shape shows: take over the arithmetic as it
-            # was written.
+            # Only integers computed from shapes are sizes in the grammar; copy other arithmetic node by node.
             if node not in self.refs:
                 if node.op == "placeholder":
-                    raise SplitError(f"{value} comes from an argument that is a number; make it a tensor or a constant")
+                    raise SplitError(f"{value} comes from a number among the arguments; make it a tensor or a constant")
                 self.refs[node] = self._call(node)
             return self.refs[node]
         if value is None:
@@ -250,7 +252,7 @@ class _PieceWriter:
         return encode_value(value, self._size)
 
     def _shows(self, value: Any) -> bool:
-        """Return whether the shapes of the piece's inputs show every symbol from data that a number has."""
+        """Return whether the piece can read all data-dependent symbols of a number from the shapes of its inputs."""
         places = (self._sizes.places.get(self._sizes.names.get(symbol, "")) for symbol in symbols_from_data(value))
         return None not in places
 
@@ -259,7 +261,7 @@ class _PieceWriter:
         return self._computed(ast.parse(expression_text(expr, self._sizes.names), mode="eval").body)
 
     def _computed(self, tree: ast.expr) -> Json:
-        """Return the integer that an expression gives, as a literal or as a reference to the node that computes it."""
+        """Return the value of an expression: a literal, or a reference to the node that computes it."""
         if isinstance(tree, ast.Constant):
             return encode_value(tree.value, self._size)
         text = ast.unparse(tree)
@@ -286,7 +288,7 @@ class _PieceWriter:
                 return self._append("function", _ROUNDINGS[name], (self._computed(real),))
             case ast.Call(func=ast.Name(id=name), args=args):
                 return self._fold(_EXTREMES[name], args)
-        raise SplitError(f"the size {ast.unparse(tree)} has no word in a piece; make that dimension static")
+        raise SplitError(f"a piece cannot compute the size {ast.unparse(tree)}; make that dimension static")
 
     def _fold(self, target: str, operands: Sequence[ast.expr]) -> Json:
         total = self._computed(operands[0])
@@ -308,5 +310,5 @@ class _PieceWriter:
             self._contexts.append((node, self._append("function", target_name(private.ENTER_AUTOCAST), args, kwargs)))
 
     def leave_contexts(self) -> None:
-        """Leave every autocast region, so that the piece ends as it began."""
+        """Leave all autocast regions at the end of the piece."""
         self._enter(())

@@ -1,23 +1,22 @@
-"""What shares memory with what, who writes to it, and where cutting a graph could lose that.
+"""Aliasing and mutation: which values share memory, which nodes write to it, and where a cut would be incorrect.
 
-A piece compiled on its own keeps writes to its inputs, and it keeps values; it may not keep that two of its inputs, or
-two of its outputs, or an output and an input, are one memory. That matters only if the memory is written to:
+A compiled piece preserves values and writes to its inputs. It may not preserve that two of its inputs, two of its
+outputs, or an output and an input share memory. That matters only if the memory is written to:
 
-- *written inside*: two inputs of a piece share memory which that piece writes to;
-- *written later*: a piece gives out a value that shares memory with another value outside of it, and a later piece
-  writes to that memory.
+- *inside*: two inputs of a piece share memory that the piece writes to;
+- *later*: an output of a piece shares memory with another value outside, and a later piece writes to that memory.
 
-First such views are taken again by whoever uses them (`view_chain`), so that only the base crosses. Pieces for which
-that is not possible run as they stand (`hazards`). An `out` buffer that one piece allocates and the next one fills is
-neither: nothing else shares its memory.
+If possible, such views are recomputed by the pieces that use them (`view_chain`), so that only the base crosses.
+Otherwise the piece runs eagerly (`hazards`). An `out` buffer that one piece allocates and the next one fills is no
+hazard: nothing else shares its memory.
 
-What cannot be known is said to write: an extra hazard costs speed, a missed one truth. All of these are consulted:
+Unknown ops are assumed to write: a false hazard costs speed, a missed one correctness. The sources of information are:
 
-- the schema of the op, or of the ATen op of the same name, for overloads that the call can mean;
+- the schema of the op, or of the ATen op of the same name, for the overloads that the call can mean;
 - names: methods and functions that end in one underscore, `out=`, `inplace=True`, `operator.setitem` and `i...`;
-- ops whose schema says nothing although they write (batch norm's running statistics);
-- tensors' version counters: memory that was written while Dynamo looked, by nobody of the above, was written by
-  whichever Python function took it.
+- ops that write although their schema does not declare it (the running statistics of batch norm);
+- version counters: memory that was written during the trace by none of these was written by the Python functions that
+  took it.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ from cgtool.split.nodes import (
     tensors_in,
 )
 
-#: What compiled code and eager code may see differently: eager hands out its argument, the trace saw a copy.
+#: Functions that return a copy during the trace, but may return their argument in eager mode.
 _MAYBE_ITS_ARGUMENT = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Who shares memory and who writes to it.
+    """The storages of all values, and the nodes that write to them.
 
     Args:
-        storages: node → the storages of what it gives; several for a bundle.
-        root: tensor node → the first node that gave the very same tensor object (in-place ops give their argument).
+        storages: node → the storages of its result; several for a bundle.
+        root: tensor node → the first node that returned the same tensor object (in-place ops return their argument).
         writers: storage → the nodes that write to it, in order.
     """
 
@@ -67,17 +66,17 @@ class Memory:
     writers: dict[int, list[fx.Node]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> frozenset[int]:
-        """Return the storages of what `node` gives."""
+        """Return the storages of the result of `node`."""
         return self.storages.get(node, frozenset())
 
 
 def read_memory(kinds: dict[fx.Node, Kind]) -> Memory:
-    """Find out which values of the graph share memory, and which nodes write to it.
+    """Determine which values of the graph share memory, and which nodes write to it.
 
     Raises:
         SplitError: A node writes to a constant of the graph.
     """
-    join = _Join()
+    join = _UnionFind()
     memory = Memory(storages={}, root={})
     first: dict[int, fx.Node] = {}
     raw: dict[fx.Node, list[int]] = {}
@@ -119,7 +118,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _shares_with(node: fx.Node, kind: Kind) -> list[fx.Node]:
-    """Return the arguments whose memory the result shares although the fake tensors may not show it."""
+    """Return the arguments whose memory the result may share even if the fake tensors do not."""
     if kind not in RUNS:
         return []
     if getattr(node.target, "__name__", node.target) in _MAYBE_ITS_ARGUMENT:
@@ -147,7 +146,7 @@ def _refuse_written_constants(kinds: dict[fx.Node, Kind], memory: Memory) -> Non
                 raise cannot_split(writer, "it writes to a constant of the graph; register that tensor as a buffer")
 
 
-class _Join:
+class _UnionFind:
     """Union-find over storages."""
 
     def __init__(self) -> None:
@@ -166,7 +165,7 @@ class _Join:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """What a piece takes from outside and gives to outside, as nodes."""
+    """The nodes of a piece, and those whose values it takes from outside and gives to other pieces."""
 
     piece: int
     splitting: bool
@@ -176,7 +175,7 @@ class Crossing:
 
 
 def contested(crossings: list[Crossing], memory: Memory) -> set[int]:
-    """Return the storages that several crossing values share and that some piece other than their maker writes to."""
+    """Return the storages that several crossing values share and that another piece than their producer writes to."""
     values: dict[int, set[fx.Node]] = {}
     makers: dict[int, int] = {}
     for crossing in crossings:
@@ -198,7 +197,7 @@ def contested(crossings: list[Crossing], memory: Memory) -> set[int]:
 
 
 def view_chain(node: fx.Node, kinds: dict[fx.Node, Kind], memory: Memory, base: fx.Node) -> list[fx.Node] | None:
-    """Return the nodes that make `node` out of `base` by views alone, in order, or None."""
+    """Return the nodes that compute `node` from `base` by views only, in order, or None."""
     writers = {writer for key in memory.of(base) for writer in memory.writers.get(key, ())}
     chain: list[fx.Node] = []
     while node is not base:
@@ -216,14 +215,14 @@ def view_chain(node: fx.Node, kinds: dict[fx.Node, Kind], memory: Memory, base: 
 
 
 def hazards(crossings: list[Crossing], memory: Memory, keys: set[int]) -> dict[int, str]:
-    """Return the compiled pieces that must run as they stand, with the reason; `keys` are the contested storages."""
+    """Return the pieces that must run eagerly instead of compiled, with reasons; `keys` are the contested storages."""
     reasons: dict[int, str] = {}
     piece_of: dict[fx.Node, int] = {}
     for crossing in crossings:
         for node in crossing.members:
             piece_of.setdefault(node, crossing.piece)
     for crossing in crossings:
-        # The order of the keys is the order of the addresses: let the first writer decide which reason is told.
+        # Keys are addresses, so order them by their first writer to report the same reason in every process.
         for key in sorted(keys, key=lambda k: (piece_of[memory.writers[k][0]], memory.writers[k][0].name)):
             reason = None if crossing.splitting else _hazard(crossing, memory, key, piece_of)
             if reason is not None:
@@ -244,8 +243,8 @@ def _hazard(crossing: Crossing, memory: Memory, key: int, piece_of: dict[fx.Node
     if later and (len(gives) > 1 or (gives and takes)):
         shared = [*takes, *gives]
         return (
-            f"it makes views of one memory ({', '.join(node.name for node in shared)}) to which "
-            f"{described(later[0])} writes in a later piece"
+            f"{', '.join(node.name for node in shared)} share memory, to which {described(later[0])} writes in a "
+            "later piece"
         )
     return None
 
@@ -257,15 +256,16 @@ _IN_PLACE_OPERATORS = frozenset(
     }
 )
 _IN_PLACE_METHODS = frozenset({f"__{name}__" for name in _IN_PLACE_OPERATORS})
-#: Functions that write to arguments of these positions or names when they train, whatever their schema says.
+#: Functions that in training write to the arguments in `_STATISTICS`, regardless of their schema → the position of the
+#: argument that selects training.
 _RUNNING_STATISTICS = {"batch_norm": 5, "instance_norm": 5, "native_batch_norm": 5, "_native_batch_norm_legit": 5}
 _STATISTICS = ("running_mean", "running_var", 1, 2, 3, 4)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments of `node` whose memory it writes to, as far as the call itself tells."""
+    """Return the arguments of `node` whose memory it writes to, as far as the call itself shows."""
     if any(_writes_to_inputs(body) for body in bodies_of(node)):
-        return node.all_input_nodes  # which of them is for the op to say
+        return node.all_input_nodes  # the mapping of arguments to inputs of the body depends on the op
     found: dict[fx.Node, None] = {}
     for value in _written_values(node):
         leaves: list[fx.Node] = []
@@ -288,7 +288,7 @@ def changes_shape(node: fx.Node) -> bool:
 def unexplained_writes(
     kinds: dict[fx.Node, Kind], storage_of: dict[fx.Node, frozenset[int]], written: set[int]
 ) -> Iterator[tuple[fx.Node, int]]:
-    """Yield (node, storage) for memory that was written by nobody known, with each function that may have done it."""
+    """Yield (node, storage) for memory without a known writer, with each function that may have written to it."""
     suspects: set[int] = set()
     for node, kind in kinds.items():
         if kind in (Kind.INPUT, Kind.TENSOR):
@@ -325,7 +325,7 @@ def _at(args: tuple[Any, ...], index: int) -> Any:
 
 def _writes_to_first(node: fx.Node, name: str) -> bool:
     if name.endswith("_") and not name.endswith("__"):
-        # `and_` and its like are plain operators whose underscore keeps them apart from keywords.
+        # `and_` and the like are plain operators, whose underscore avoids a keyword
         return getattr(operator, name, None) is not node.target
     if node.op == "call_method":
         return name in _IN_PLACE_METHODS
@@ -356,7 +356,7 @@ def _trains(node: fx.Node, name: str) -> bool:
 
 
 def _ops_of(node: fx.Node) -> list[Any]:
-    """Return the overloads that the call can mean: its own, or those of the ATen op of the same name."""
+    """Return the overloads that a call can mean: its own, or those of the ATen op of the same name."""
     target = node.target
     if isinstance(target, private.OpOverload):
         return [target]
@@ -376,7 +376,7 @@ def _aten_overloads(short: str) -> list[Any]:
 
 
 def _can_mean(op: Any, node: fx.Node) -> bool:
-    """Return whether an overload takes these keywords, and all that it needs by keyword is there (`out`)."""
+    """Return whether a call has only keywords of an overload, and all of its required ones (`out`)."""
     arguments = schema_of(op).arguments
     if not set(node.kwargs) <= {argument.name for argument in arguments} | {"input", "axis", "keepdims"}:
         return False

@@ -1,15 +1,15 @@
-"""What each node of Dynamo's graph is to the split: something that runs, something rebuilt where used, or nothing.
+"""The kinds of nodes in Dynamo's graph, and access to their example values and source lines.
 
-Owns the reading of `meta["example_value"]` and of the user's line. Kinds::
+The kinds are::
 
     INPUT      a tensor placeholder
-    SIZE       a number that follows from sizes: no piece takes it, whoever needs it computes it again from its tensors
-    CONSTANT   a tensor that the graph holds: written into whoever uses it
-    TENSOR     runs and gives one tensor
-    BUNDLE     runs and gives several tensors; a getitem stays with it
-    EFFECT     runs and gives nothing that can cross a boundary
-    CONTEXT    enters or leaves autocast: each piece enters what it needs
-    DROPPED    means nothing to inference
+    SIZE       a number computed from sizes; each piece that needs it recomputes it from its tensors
+    CONSTANT   a tensor stored in the graph; copied into each piece that uses it
+    TENSOR     an op that returns a tensor
+    BUNDLE     an op that returns several tensors; getitems stay with it
+    EFFECT     an op whose result, if any, cannot cross a boundary
+    CONTEXT    enters or leaves autocast; each piece enters the regions that it needs
+    DROPPED    has no effect on inference
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _DROPPED_NAMES = frozenset(
         "lazy_load_decompositions",
     }
 )
-#: Methods that read a number out of a tensor's data, which no size tells.
+#: Methods that read a data-dependent number from a tensor.
 _READS_DATA = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__"})
-#: Functions that give a number and do something besides.
+#: Parts of the names of functions that return a number and have a side effect.
 _CHANGES_STATE = ("_set_", "set_", "_lazy", "lazy_")
 
 
@@ -68,10 +68,10 @@ RUNS = frozenset({Kind.TENSOR, Kind.BUNDLE, Kind.EFFECT})
 
 
 def kind_of(node: fx.Node) -> Kind:
-    """Return what `node` is to the split.
+    """Return the kind of a node.
 
     Raises:
-        SplitError: It can be no part of a piece: a module, a higher-order op, a constant that is no tensor.
+        SplitError: A piece cannot contain it: a module, a higher-order op, a constant that is not a tensor.
     """
     value = example(node)
     if node.op == "placeholder":
@@ -80,18 +80,16 @@ def kind_of(node: fx.Node) -> Kind:
         return _constant(node)
     is_higher = isinstance(node.target, private.HigherOrderOperator)
     if node.target is private.SDPA_BACKEND:
-        why = "it sets for the whole process which kernels attention may use; put `with sdpa_kernel(...)` around"
-        raise cannot_split(node, f"{why} the call of the model, where it is warmed and where it is served")
+        why = "it selects the attention kernels of the whole process; put `with sdpa_kernel(...)` around the call of"
+        raise cannot_split(node, f"{why} the model, both where it is warmed and where it is served")
     if node.target is private.SET_GRAD and _leaves_grad_mode(node):
         raise cannot_split(
             node, "grad mode stays on after the call; write `with torch.enable_grad():` around its lines"
         )
-    if short_name(node) == "_tensor_version":  # an op of prims, which only a process that traces has
-        raise cannot_split(
-            node, "how often a tensor was written is nothing that a piece can ask; take it out of forward"
-        )
+    if short_name(node) == "_tensor_version":  # an op of prims that exists only in tracing processes
+        raise cannot_split(node, "a piece cannot read the version counter of a tensor; move it out of forward")
     if node.op == "call_module" or (is_higher and getattr(node.target, "__name__", "") not in RUN_BODIES):
-        raise cannot_split(node, "it runs a graph of its own; write the model without it, or put it into a custom op")
+        raise cannot_split(node, "it runs a subgraph; write the model without it, or put it into a custom op")
     if is_dropped(node):
         return Kind.DROPPED
     if node.target in (private.ENTER_AUTOCAST, private.EXIT_AUTOCAST):
@@ -104,18 +102,18 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def _leaves_grad_mode(node: fx.Node) -> bool:
-    """Return whether `node` is the last to set grad mode, which a trace begins without, and switches it on."""
+    """Return whether `node` is the last one that sets grad mode, and enables it; the trace starts with it disabled."""
     *_, last = node.graph.find_nodes(op="call_function", target=node.target)
     return node is last and bool(node.args[0])
 
 
 def is_dropped(node: fx.Node) -> bool:
-    """Return whether `node` means nothing to inference."""
+    """Return whether `node` has no effect on inference."""
     return short_name(node) in _DROPPED_NAMES
 
 
 def short_name(node: fx.Node) -> str:
-    """Return what `node` calls, without its library and its overload: "add", "index_put_"."""
+    """Return the name of the function of `node`, without namespace and overload: "add", "index_put_"."""
     if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
         return private.op_name(node.target).partition("::")[2].partition(".")[0]
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -133,12 +131,12 @@ def _constant(node: fx.Node) -> Kind:
     if isinstance(value, torch.Tensor):
         return Kind.CONSTANT
     if isinstance(value, fx.GraphModule):
-        return Kind.DROPPED  # a body, which the higher-order op that runs it has among its arguments
-    raise cannot_split(node, f"it holds a {type(value).__name__}; pass it as an argument, or make it a number")
+        return Kind.DROPPED  # a body, which is encoded with the op that runs it
+    raise cannot_split(node, f"it is a {type(value).__name__}; pass it as an argument, or make it a number")
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """Return what a get_attr node reads."""
+    """Return the attribute that a get_attr node reads."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
@@ -149,19 +147,19 @@ def constant_of(node: fx.Node) -> torch.Tensor:
 
 
 def example(node: fx.Node) -> Any:
-    """Return what Dynamo saw `node` give: fake tensors, symbolic numbers; None where it saw nothing."""
+    """Return the result of `node` during the trace: fake tensors, symbolic numbers, or None if Dynamo recorded none."""
     return node.meta.get("example_value")
 
 
 def numbers_in(value: Any) -> tuple[Any, ...]:
-    """Return the sizes and strides of a tensor, or else the value itself, or what it holds."""
+    """Return the sizes and strides of a tensor, the items of a tuple or list, or the value itself."""
     if isinstance(value, torch.Tensor):
         return (*value.shape, *value.stride())
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def leaves_of(node: fx.Node) -> list[Any]:
-    """Return the nodes that `node` takes, in the order in which its arguments are written down, repeats included."""
+    """Return the nodes among the arguments of `node` in the order of their encoding, with duplicates."""
     found: list[Any] = []
     fx.map_arg(node.args, found.append)
     for name in sorted(node.kwargs):
@@ -188,7 +186,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Return whether a node that gives a number can be left out, because the number follows from sizes."""
+    """Return whether a node that returns a number can be left out because the number is computed from sizes."""
     if node.op == "call_method":
         return node.target not in _READS_DATA
     target = node.target
@@ -199,7 +197,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def is_getitem_of_bundle(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
-    """Return whether `node` takes one tensor (or tuple) out of what another node gives."""
+    """Return whether `node` takes an item from the result of a BUNDLE node."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -213,9 +211,9 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s+([^\n]*\S))
 
 
 def user_line(node: fx.Node) -> str | None:
-    """Return where the model's author wrote `node`: "model.py:27, in forward: x = self.emb(ids)".
+    """Return the source line of `node`: "model.py:27, in forward: x = self.emb(ids)".
 
-    Dynamo knows no line of what enters and leaves a context: it is that of what comes next.
+    Dynamo records no line for nodes that enter and leave a context, which get that of the next node.
     """
     frames: list[tuple[str, str, str, str]] = []
     while not frames and node.op != "output":
@@ -223,14 +221,14 @@ def user_line(node: fx.Node) -> str | None:
         node = node.next
     if not frames:
         return None
-    # The innermost line that is not torch's own; torch's where there is no other.
+    # the innermost frame outside of torch, if any
     path, line, function, code = next((f for f in reversed(frames) if not f[0].startswith(_TORCH_FOLDER)), frames[-1])
     place = f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}, in {function.strip()}"
     return f"{place}: {code.strip()}" if code else place
 
 
 def described(node: fx.Node) -> str:
-    """Return the op of `node` and the line it comes from, for messages."""
+    """Return the op and the source line of `node`, for messages."""
     name = short_name(node) or str(node.target)
     if isinstance(node.target, private.OpOverload | private.OpOverloadPacket):
         name = private.op_name(node.target)
@@ -239,5 +237,5 @@ def described(node: fx.Node) -> str:
 
 
 def cannot_split(node: fx.Node, why: str) -> SplitError:
-    """Return the error that names `node` and the user's line; `why` ends with what to do."""
+    """Return the error for a node that a piece cannot contain; `why` ends with the remedy."""
     return SplitError(f"{described(node)} cannot be part of a piece: {why}.", path=node.name)

@@ -1,4 +1,4 @@
-"""The graph as the split reads it: kinds, memory, sizes and autocast regions of all nodes. Reads, changes nothing."""
+"""Analysis of a graph before the split: kinds, memory, sizes and autocast regions. Does not change the graph."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from cgtool.split.transforms import without_transforms
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the split knows of a graph."""
+    """A graph and its analysis."""
 
-    #: Every node but the output, in order.
+    #: Every node except the output, in order.
     kinds: dict[fx.Node, Kind]
     memory: Memory
     sizes: GraphSizes
-    #: node → the autocast regions that it runs in, outermost first, as their entering nodes.
+    #: node → the nodes that enter the autocast regions around it, outermost first.
     contexts: Mapping[fx.Node, tuple[fx.Node, ...]]
     #: The tensor placeholders.
     inputs: tuple[fx.Node, ...]
-    #: What the graph returns: nodes and constants.
+    #: The results of the graph: nodes and constants.
     output: tuple[Any, ...]
 
 
 def read_program(gm: fx.GraphModule) -> Program:
-    """Read a graph of Dynamo's.
+    """Analyze a graph of Dynamo's.
 
     Raises:
-        SplitError: It holds what no piece can hold.
+        SplitError: A piece cannot contain one of its nodes.
     """
     graph = _with_tensors_only(without_transforms(with_bodies(gm)))
-    _know_elements(graph)
+    _set_missing_examples(graph)
     kinds = {node: kind_of(node) for node in graph.nodes if node.op != "output"}
     inputs = tuple(node for node, kind in kinds.items() if kind is Kind.INPUT)
     _refuse_several_devices(kinds)
@@ -69,8 +69,8 @@ def read_program(gm: fx.GraphModule) -> Program:
     )
 
 
-def _know_elements(graph: fx.Graph) -> None:
-    """Let the elements that `tolist()` reads one by one know what they are: Dynamo does not say so."""
+def _set_missing_examples(graph: fx.Graph) -> None:
+    """Set the example values of the elements that `tolist()` reads, which Dynamo does not record."""
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         owner = example(node.args[0]) if isinstance(node.args[0], fx.Node) else None
         if "example_value" not in node.meta and isinstance(owner, torch.Tensor) and type(node.args[1]) is int:
@@ -79,30 +79,30 @@ def _know_elements(graph: fx.Graph) -> None:
 
 
 def _with_tensors_only(gm: fx.GraphModule) -> fx.Graph:
-    """Return the graph, or a copy of it where nothing but tensors that a node gives can cross a boundary.
+    """Rewrite the graph so that only tensors computed by nodes can cross a boundary; return a copy if that changes it.
 
-    `f(bundle)` becomes `f((bundle[0], bundle[1]))`, and a constant that the graph returns becomes a clone of it.
+    `f(bundle)` becomes `f((bundle[0], bundle[1]))`, and a constant that the graph returns becomes a clone.
     """
     if not any(_uses_whole_bundle(node) or _is_returned_constant(node) for node in gm.graph.nodes):
         return gm.graph
     graph = fx.Graph(owning_module=gm)
-    taken_apart: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    items: dict[fx.Node, tuple[fx.Node, ...]] = {}
     copies: dict[fx.Node, Any] = {}
     clones: dict[fx.Node, fx.Node] = {}
 
     def whole(node: fx.Node) -> Any:
-        return taken_apart.get(copies[node], copies[node])
+        return items.get(copies[node], copies[node])
 
     for node in gm.graph.nodes:
-        is_part = node.op == "call_function" and node.target is operator.getitem
-        copy = graph.node_copy(node, copies.__getitem__ if is_part or node.op == "output" else whole)
+        is_item = node.op == "call_function" and node.target is operator.getitem
+        copy = graph.node_copy(node, copies.__getitem__ if is_item or node.op == "output" else whole)
         copies[node] = copy
         if _is_returned_constant(node):
             clone = graph.call_function(torch.clone, (copy,))
             clone.meta.update(node.meta, example_value=constant_of(node).clone())
             clones[copy] = clone
         if _uses_whole_bundle(node):
-            taken_apart[copy] = tuple(_part(graph, copy, index) for index in range(len(example(node))))
+            items[copy] = tuple(_item(graph, copy, index) for index in range(len(example(node))))
     output = next(iter(reversed(graph.nodes)))
     output.args = fx.map_arg(output.args, lambda node: clones.get(node, node))
     return graph
@@ -112,11 +112,11 @@ def _is_returned_constant(node: fx.Node) -> bool:
     return node.op == "get_attr" and any(user.op == "output" for user in node.users)
 
 
-def _part(graph: fx.Graph, bundle: fx.Node, index: int) -> fx.Node:
-    part = graph.call_function(operator.getitem, (bundle, index))
-    part.meta["example_value"] = example(bundle)[index]
-    part.meta["stack_trace"] = bundle.meta.get("stack_trace")
-    return part
+def _item(graph: fx.Graph, bundle: fx.Node, index: int) -> fx.Node:
+    item = graph.call_function(operator.getitem, (bundle, index))
+    item.meta["example_value"] = example(bundle)[index]
+    item.meta["stack_trace"] = bundle.meta.get("stack_trace")
+    return item
 
 
 def _is_flat_bundle(node: fx.Node) -> bool:
@@ -161,16 +161,18 @@ def _refuse_several_devices(kinds: Mapping[fx.Node, Kind]) -> None:
                     if len(seen[tensor.device.type]) > 1:
                         raise cannot_split(
                             node,
-                            f"it brings a second {tensor.device.type} device into the graph; keep one device in a "
-                            "process, and let ranks hold the others",
+                            f"it uses a second {tensor.device.type} device; use one device per process, and further "
+                            "ranks for the others",
                         )
 
 
 def refuse_shape_changes(program: Program, piece_of: Mapping[fx.Node, int]) -> None:
-    """Refuse in-place changes of a shape that another piece, or the caller, could see: the trace shows the last only.
+    """Refuse in-place changes of a shape that are visible to another piece or the caller.
+
+    The trace contains the last shape only.
 
     Raises:
-        SplitError: The message names the op and the user's line.
+        SplitError: The graph has such a change; the message names the op and the user's line.
     """
     for node, kind in program.kinds.items():
         if kind not in RUNS or not changes_shape(node):

@@ -1,11 +1,10 @@
-"""Sizes: the symbols of a graph, what is known of them, and where a piece reads them.
+"""The symbols of a graph, their ranges and relations, and where a piece reads their values.
 
-A size that comes from data (the length of `x[mask]`, of a split by `tolist()`) is a symbol like others from the step on
-that runs its op: whoever needs it later reads it off a tensor that has it as a dimension.
+A data-dependent size (the length of `x[mask]` or of a split by `tolist()`) is an ordinary symbol once its op has run:
+later pieces read it from a tensor that has it as a dimension.
 
-Symbols are renamed twice: for the whole graph to s0, s1, ... in the order in which its tensor inputs show them, and for
-each piece in the order in which the piece's inputs do. Names of the trace (`s77`) come from names of arguments, and
-enter nothing.
+Symbols are renamed twice to s0, s1, ...: for the whole graph in order of appearance in its tensor inputs, and for each
+piece in order of appearance in the piece's inputs. Names of the trace (`s77`) are not kept.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ class GraphSizes:
     shape_env: Any
     #: Symbol of the trace → s0, s1, ...
     names: Mapping[str, str]
-    #: By their name in the trace.
+    #: Symbol of the trace → its sympy symbol.
     symbols: Mapping[str, Any]
-    #: Symbol of the trace → the first input of the graph that has it as a dimension; of one from data, the first
-    #: tensor.
+    #: Symbol of the trace → the first input of the graph, or for a data-dependent symbol the first tensor, that has it
+    #: as a dimension.
     donors: Mapping[str, fx.Node]
-    #: The symbols of sizes that come from data, among `names`.
+    #: The data-dependent symbols among `names`.
     from_data: frozenset[str]
-    #: Node → its place in the graph.
+    #: Node → its index in the graph.
     order: Mapping[fx.Node, int]
-    #: What the trace found true of sizes, with the symbols in each.
+    #: Relations between sizes that the trace relies on, with the symbols of each.
     relations: list[tuple[Any, frozenset[str]]]
 
     @classmethod
     def of(cls, inputs: Sequence[fx.Node], nodes: Iterable[fx.Node] = ()) -> GraphSizes:
-        """Read the symbols off the tensor inputs of a graph, in order, then those from data off what its nodes give."""
+        """Collect the symbols of a graph's tensor inputs, in order, then the data-dependent ones of its nodes."""
         nodes = list(nodes)
         shape_env = next(
             (env for env in (private.shape_env_of(example(n)) for n in (*inputs, *nodes)) if env is not None), None
@@ -81,12 +80,12 @@ class GraphSizes:
         )
 
     def ordered(self, symbols: Iterable[str]) -> list[str]:
-        """Return the symbols in the order of the whole graph, each once; unknown ones last, by name."""
+        """Return the symbols in the order of the graph, without duplicates; unknown ones last, by name."""
         order = {name: index for index, name in enumerate(self.names)}
         return sorted(set(symbols), key=lambda name: (order.get(name, len(order)), name))
 
     def symbols_in(self, value: Any) -> list[str]:
-        """Return the symbols of a symbolic number or of a tensor's sizes, in the order in which they appear."""
+        """Return the symbols of a symbolic number or of a tensor's sizes and strides, in order of appearance."""
         found: dict[str, None] = {}
         for part in numbers_in(value):
             found.update(dict.fromkeys(self.ordered(s.name for s in _symbols_of(part))))
@@ -94,25 +93,25 @@ class GraphSizes:
 
     def ranges(self, names: Mapping[str, str]) -> tuple[SymbolRange, ...]:
         """Return the range of each symbol in `names`, under its new name."""
-        found = []
+        ranges = []
         for symbol, name in names.items():
             low, high = private.symbol_range(self.shape_env, self.symbols[symbol])
-            found.append(SymbolRange(name=name, min=low, max=high))
-        return tuple(found)
+            ranges.append(SymbolRange(name=name, min=low, max=high))
+        return tuple(ranges)
 
     def relations_from_data(self) -> tuple[str, ...]:
-        """Return the relations that hold of sizes which come from data, under the names of the graph."""
+        """Return the relations that contain data-dependent sizes, with the names of the graph."""
         texts = {expression_text(expr, self.names) for expr, free in self.relations if free & self.from_data}
         return tuple(sorted(texts))
 
     def facts(self, names: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the relations over these symbols, under their new names, that ranges do not imply."""
+        """Return the relations over these symbols that their ranges do not imply, with the new names."""
         texts = {expression_text(expr, names) for expr, free in self.relations if free <= set(names)}
         return tuple(sorted(texts))
 
 
 def plain_dims(tensor: torch.Tensor) -> Iterator[tuple[int, str]]:
-    """Yield each dimension whose size is a symbol by itself, with the symbol's name in the trace."""
+    """Yield each dimension whose size is a single symbol, with the symbol's name in the trace."""
     size: Any
     for dim, size in enumerate(tensor.shape):
         if isinstance(size, torch.SymInt) and private.expr_of(size).is_Symbol:
@@ -120,14 +119,14 @@ def plain_dims(tensor: torch.Tensor) -> Iterator[tuple[int, str]]:
 
 
 def _symbols_of(size: Any) -> list[Any]:
-    """Return the free symbols of a size, sorted by name (a set has no order of its own)."""
+    """Return the free symbols of a size, sorted by name."""
     if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         return []
     return sorted(private.expr_of(size).free_symbols, key=lambda symbol: str(symbol.name))
 
 
 def _useful_relations(shape_env: Any, known: set[str]) -> list[tuple[Any, frozenset[str]]]:
-    """Return what the trace found true of sizes, without what ranges imply and what has no word in a plan."""
+    """Return the relations between known symbols that their ranges do not imply and that a plan can express."""
     found: dict[Any, frozenset[str]] = {}
     for expr in private.relations_of(shape_env):
         free = frozenset(symbol.name for symbol in getattr(expr, "free_symbols", ()))
@@ -136,7 +135,7 @@ def _useful_relations(shape_env: Any, known: set[str]) -> list[tuple[Any, frozen
         try:
             expression_text(expr, {name: name for name in free})
         except SplitError:
-            continue  # a fact about floats: the piece is compiled without it, and guards of its own come with it
+            continue  # a relation of floats; the piece is compiled without it, and its compilation adds guards
         found[expr] = free
     return list(found.items())
 
@@ -147,21 +146,25 @@ class PieceSizes:
 
     #: Symbol of the trace → s0, s1, ... of the piece, in order.
     names: Mapping[str, str]
-    #: Name in the piece → (input position, dimension) to read it from.
+    #: Symbol of the piece → (input position, dimension) to read it from.
     places: Mapping[str, tuple[int, int]]
 
 
 def piece_sizes(
     takes: list[fx.Node], needed: Iterable[str], sizes: GraphSizes, made: Iterable[str]
 ) -> tuple[list[fx.Node], PieceSizes]:
-    """Return the piece's inputs with donors of sizes appended where needed, and its symbols.
+    """Return the piece's symbols, and its inputs with donors of missing sizes appended.
 
-    A symbol that some tensor of the piece holds, though none as a plain dimension, needs a donor too: compiled code
-    finds a symbol nowhere else. Those that are `needed` are what its nodes compute with; those that are `made` are
-    found in data by its own ops.
+    Compiled code reads symbols from plain dimensions only, so a symbol that occurs only in expressions needs a donor.
+
+    Args:
+        takes: The tensors that the piece takes.
+        needed: The symbols that its nodes compute with.
+        sizes: The symbols of the graph.
+        made: The data-dependent symbols that its own ops define.
 
     Raises:
-        SplitError: A symbol is no dimension of any tensor that the piece could take.
+        SplitError: A symbol is not a dimension of any tensor that the piece could take.
     """
     inputs = list(takes)
     while True:
@@ -180,8 +183,8 @@ def piece_sizes(
         donor = sizes.donors.get(missing[0])
         if donor is None or donor in inputs:
             raise SplitError(
-                f"the size {missing[0]} is no dimension of any tensor that the model takes (it comes from a number, or "
-                f"from data), so no piece can read it; make it static, or derive it from a tensor's shape",
+                f"the size {missing[0]} is not a dimension of any tensor that the model takes (it comes from a number, "
+                f"or from data), so no piece can read it; make it static, or derive it from a tensor's shape",
                 actual=missing[0],
             )
         inputs.append(donor)

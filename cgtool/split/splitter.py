@@ -1,7 +1,7 @@
-"""The split: Dynamo's graph becomes pieces as data and the steps that run them in order.
+"""The split: converts Dynamo's graph to pieces and the steps that run them.
 
-Stages: read the graph (`program`), cut it at the splitting ops (`cut`), settle what crosses (`memory`), write each
-piece down (`encode`), number the values.
+Stages: analyze the graph (`program`), cut it at the splitting ops (`cut`), resolve aliasing across the cuts (`memory`),
+encode each piece (`encode`), and number the values.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from cgtool.plan.pieces import Json, NodeKind, PieceGraph, SymbolRange
 from cgtool.plan.records import Step
 from cgtool.split.bodies import call_of
 from cgtool.split.cut import Segment, segments, splitting_nodes
-from cgtool.split.data import is_source, run_as_they_stand, with_numbers
+from cgtool.split.data import data_dependent_nodes, is_source, with_numbers
 from cgtool.split.encode import EncodedPiece, donors_of, encode_piece, takes_of
 from cgtool.split.memory import Crossing, contested, hazards, view_chain
 from cgtool.split.nodes import Kind, cannot_split, described, example
 from cgtool.split.program import Program, read_program, refuse_shape_changes
 
-_FOUND_IN_DATA = "What these ops find in data is known only as they run"
-#: What a node of a piece calls: its kind, and the name of its target.
+_DATA_DEPENDENT = "The results of these ops have data-dependent sizes or numbers"
+#: The kind and the target of a piece's node.
 Call = tuple[NodeKind, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitResult:
-    """A graph in pieces."""
+    """The pieces of a graph."""
 
-    #: identity → piece; equal pieces are one.
+    #: identity → graph of each unique piece.
     graphs: dict[str, PieceGraph]
-    #: In order; value ids as in `cgtool.plan.records`.
+    #: The calls of the pieces in order; value ids as in `cgtool.plan.records`.
     steps: tuple[Step, ...]
     #: Symbol of the trace → the variant's symbol, in order.
     symbol_names: dict[str, str]
-    #: These, and the sizes that each may take.
+    #: The variant's symbols and their ranges.
     symbols: tuple[SymbolRange, ...]
     #: For each output of the graph: ["v", value id], ["expr", text] or ["const", value].
     outputs: tuple[Json, ...]
     splitting_ops: tuple[str, ...] = ()
-    #: What the trace found true of sizes that come from data, over their symbols and others.
+    #: Relations of the trace that contain data-dependent sizes.
     relations_from_data: tuple[str, ...] = ()
-    #: Why ops run between pieces although nobody asked for it → the ops, with their lines.
+    #: Reason → the ops that run between pieces although they are not splitting ops, with their lines.
     apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: piece index → why a piece that holds no splitting op must run as it stands all the same.
+    #: piece index → why a piece without a splitting op must run eagerly.
     eager_pieces: dict[int, str] = field(default_factory=dict)
     #: Positions of the tensor placeholders that the graph writes to.
     mutated_inputs: tuple[int, ...] = ()
@@ -63,20 +63,24 @@ def split_graph(
     splitting_ops: Sequence[str] | None,
     refused: Callable[[PieceGraph], Mapping[Call, str]] = lambda _: {},
 ) -> SplitResult:
-    """Split a full graph of Dynamo's, traced under `no_grad`, at splitting ops; the graph itself is not changed.
+    """Split a full graph of Dynamo's, traced under `no_grad`, at splitting ops.
 
-    Running the steps computes exactly what the graph does. Names are spelled as in `cgtool.split.cut`: None takes known
-    and registered attention ops, as far as the graph has them. What `refused` says of a piece, with the reason, runs
-    between pieces, too.
+    Running the steps computes the same results as the graph, which is not changed.
+
+    Args:
+        gm: The graph.
+        splitting_ops: Names of ops, see `cgtool.split.cut`. None means known and registered ops, as far as the graph
+            contains them.
+        refused: Returns the calls in a piece that must run between pieces, too, each with its reason.
 
     Raises:
-        UnmatchedSplittingOpError: A name matches nothing in the graph.
-        SplitError: Something in the graph cannot be written down; the message names it and the user's line.
+        UnmatchedSplittingOpError: The graph does not contain a splitting op.
+        SplitError: A piece cannot contain a node; the message names it and the user's line.
     """
     program = read_program(gm)
     kinds = program.kinds
     at, names = splitting_nodes(kinds, splitting_ops)
-    from_data = run_as_they_stand(kinds)
+    from_data = data_dependent_nodes(kinds)
     apart: dict[fx.Node, str] = {}
     while True:
         cut = segments(program, at | from_data | apart.keys())
@@ -87,7 +91,7 @@ def split_graph(
         apart = more | apart
     noted: dict[str, dict[str, None]] = {}
     for node in kinds:
-        why = _FOUND_IN_DATA if node in from_data and is_source(node) else apart.get(node)
+        why = _DATA_DEPENDENT if node in from_data and is_source(node) else apart.get(node)
         if why is not None:
             noted.setdefault(why, {})[described(node)] = None
     return replace(result, splitting_ops=names, apart={why: tuple(ops) for why, ops in noted.items()})
@@ -96,7 +100,7 @@ def split_graph(
 def _refused_nodes(
     cut: Sequence[Segment], result: SplitResult, refused: Callable[[PieceGraph], Mapping[Call, str]]
 ) -> dict[fx.Node, str]:
-    """Return the nodes of pieces to be compiled that are not to be, and why."""
+    """Return the nodes of compiled pieces whose calls are refused, with the reasons."""
     found: dict[fx.Node, str] = {}
     for step, segment in zip(result.steps, cut, strict=True):
         if not step.splitting and step.piece not in result.eager_pieces:
@@ -108,8 +112,8 @@ def _refused_nodes(
 def _split_at(cut: Sequence[Segment], program: Program) -> SplitResult:
     piece_of = {node: index for index, segment in enumerate(cut) for node in segment.nodes}
     refuse_shape_changes(program, piece_of)
-    given = (value for value in program.output if isinstance(value, fx.Node))
-    returned = {program.memory.root[node] for node in given if program.kinds[node] in (Kind.TENSOR, Kind.INPUT)}
+    results = (value for value in program.output if isinstance(value, fx.Node))
+    returned = {program.memory.root[node] for node in results if program.kinds[node] in (Kind.TENSOR, Kind.INPUT)}
     members = [with_numbers(segment.nodes, program) for segment in cut]
     crossings = _crossings(cut, members, returned, program)
     keys = contested(crossings, program.memory)
@@ -140,7 +144,7 @@ def _crossings(
 ) -> list[Crossing]:
     takes = [[*takes_of(nodes, program), *donors_of(nodes, program)] for nodes in members]
     wanted = returned.union(*takes)
-    # A view that was sunk is a member of several pieces; the piece that made it first gives it.
+    # A sunk view is a member of several pieces; its own piece gives it to the others.
     made: set[fx.Node] = set()
     found = []
     for index, segment in enumerate(cut):
@@ -159,7 +163,7 @@ def _crossings(
 
 
 def _sink_views(members: list[list[fx.Node]], crossings: Sequence[Crossing], keys: set[int], program: Program) -> bool:
-    """Let each piece that takes a view of contested memory take the base instead, and make the view itself."""
+    """Let pieces that take a view of contested memory take the base instead, and recompute the view."""
     base_of: dict[int, fx.Node] = {}
     for node in program.kinds:
         for key in program.memory.of(node):
@@ -184,14 +188,14 @@ def _sink_views(members: list[list[fx.Node]], crossings: Sequence[Crossing], key
 def _idle(
     crossings: Sequence[Crossing], pieces: Sequence[EncodedPiece], known: Mapping[int, str], program: Program
 ) -> dict[int, str]:
-    """Return the pieces that give nothing and write to nothing outside: a compiler would leave an empty shell."""
+    """Return the pieces without outputs or writes to memory outside, of which a compiler would leave nothing."""
     found = {}
     for crossing, piece in zip(crossings, pieces, strict=True):
         if not crossing.splitting and not piece.gives and crossing.piece not in known:
             taken = {key for node in piece.takes for key in program.memory.of(node)}
             written = {key for key, nodes in program.memory.writers.items() if crossing.members.intersection(nodes)}
             if not taken & written:
-                found[crossing.piece] = "nothing that it computes is used"
+                found[crossing.piece] = "its results are not used"
     return found
 
 
@@ -225,14 +229,14 @@ def _output(value: Any, ids: Mapping[fx.Node, int], program: Program) -> Json:
     if kind in (Kind.TENSOR, Kind.INPUT):
         root = program.memory.root[value]
         if root not in ids:
-            raise cannot_split(value, "the model returns a constant of the graph unchanged; return a clone of it")
+            raise cannot_split(value, "the model returns a constant of the graph; return a clone of it")
         return ["v", ids[root]]
     if kind is Kind.SIZE:
         try:
             return _number(example(value), program)
         except SplitError as error:
             raise cannot_split(value, f"the model returns it, and {error}") from error
-    raise cannot_split(value, "the model returns what it gives, which is neither a tensor nor a size; return tensors")
+    raise cannot_split(value, "the model returns its result, which is neither a tensor nor a size; return tensors")
 
 
 def _number(value: Any, program: Program) -> Json:
@@ -241,4 +245,4 @@ def _number(value: Any, program: Program) -> Json:
         return ["const", dim] if isinstance(dim, int) else ["expr", dim]
     if value is None or type(value) in (bool, int, float, str):
         return ["const", value]
-    raise SplitError(f"a {type(value).__name__} cannot be written into a plan; return a tensor or an integer")
+    raise SplitError(f"a plan cannot store a {type(value).__name__}; return a tensor or an integer")

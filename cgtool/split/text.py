@@ -1,4 +1,4 @@
-"""`computation_graph.py`: a graph as a person reads it, with shapes and pieces. File names are for people only."""
+"""Rendering of a graph as `computation_graph.py`, for people, with shapes and pieces."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cgtool.split.cut import names_of
 from cgtool.split.nodes import described, example, user_line
 from cgtool.split.sizes import GraphSizes
 
-_HEADER = '''"""The computation graph, for people; nothing reads this file back.
+_HEADER = '''"""The computation graph, for reading only.
 
-A comment above a line says where the model's author wrote it. Sizes that change from call to call are s0, s1, ...
+A comment above a line is its place in the model's source. Dynamic sizes are s0, s1, ...
 """
 '''
 
 
 def graph_text(gm: fx.GraphModule, assignment: Mapping[str, int]) -> str:
-    """Return the graph as readable Python, the same in every process, with the piece of each node that has one."""
+    """Return the graph as Python, the same in every process, with comments where a piece begins."""
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and isinstance(example(n), torch.Tensor)]
     names = GraphSizes.of(inputs).names
     lines = [_HEADER, "def forward("]
@@ -50,14 +50,14 @@ def graph_text(gm: fx.GraphModule, assignment: Mapping[str, int]) -> str:
 def _statement(node: fx.Node, names: Mapping[str, str]) -> str:
     if node.op == "output":
         return f"return {_value(node.args[0], names)}"
-    given = f"{node.name}{_annotation(node, names)} = "
+    assign = f"{node.name}{_annotation(node, names)} = "
     if node.op == "get_attr":
-        return f"{given}self.{node.target}"
+        return f"{assign}self.{node.target}"
     arguments = [_value(arg, names) for arg in node.args]
     arguments += [f"{name}={_value(value, names)}" for name, value in node.kwargs.items()]
     if node.op == "call_method":
-        return f"{given}{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-    return f"{given}{_callee(node)}({', '.join(arguments)})"
+        return f"{assign}{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+    return f"{assign}{_callee(node)}({', '.join(arguments)})"
 
 
 def _callee(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
-"""What `torch.vmap` and `torch.func` leave in a graph: steps that wrap tensors and open and close levels.
+"""Removal of `torch.vmap` and `torch.func` from a graph, where they wrap tensors and open and close functorch levels.
 
-A region of such steps is traced once more, by torch's own rules for what they do to each op, and the plain ops that
-this gives take its place. A call of a function of numpy is a region, too: Dynamo puts torch's own numpy in its place.
+Each region of such steps is traced again, which applies torch's own rules for the transforms, and replaced by the
+resulting plain ops. A call of a numpy function is also a region: Dynamo replaces it by torch's implementation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OPENS, _CLOSES = "_increment_nesting", "_decrement_nesting"
 
 
 def without_transforms(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph of Dynamo's with plain ops where transforms were; the graph itself where there are none.
+    """Return a graph of Dynamo's with its transforms replaced by plain ops; a graph without any is returned unchanged.
 
     Raises:
-        SplitError: Torch cannot trace a region through; the message names the user's line.
+        SplitError: torch cannot trace a region; the message contains the user's line.
     """
     ends = dict(_regions(list(gm.graph.nodes)))
     if not ends:
@@ -47,7 +47,7 @@ def without_transforms(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _regions(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the first and the last node of each region: all levels are closed, and no wrapped tensor is used later."""
+    """Yield the first and last node of each region; after it, all levels are closed and no wrapped tensor is used."""
     order = {node: index for index, node in enumerate(nodes)}
     index = 0
     while index < len(nodes):
@@ -68,18 +68,18 @@ def _regions(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _inline(region: Sequence[fx.Node], graph: fx.Graph, held: dict[str, Any], copies: dict[fx.Node, Any]) -> None:
-    """Append to `graph` what a region does, in plain ops, and note in `copies` what its results are there."""
+    """Append the plain ops of a region to `graph`, and add its results to `copies`."""
     inside = set(region)
     inputs = list(dict.fromkeys(leaf for node in region for leaf in node.all_input_nodes if leaf not in inside))
     outputs = [node for node in region if any(user not in inside for user in node.users)]
-    told = next((node for node in region if node.meta.get("stack_trace")), region[0])  # who has the user's line
+    reported = next((node for node in region if node.meta.get("stack_trace")), region[0])  # has the user's line
     fakes = [value for node in region[0].graph.nodes if isinstance(value := example(node), torch.Tensor)]
     with private.tracing_under(fakes[0]) as mode:
         values = {leaf: _value(leaf, mode) for leaf in inputs}
         traced = [leaf for leaf, value in values.items() if isinstance(value, torch.Tensor | torch.SymInt)]
 
-        def run(*given: Any) -> list[Any]:
-            known = {**values, **dict(zip(traced, given, strict=True))}
+        def run(*arguments: Any) -> list[Any]:
+            known = {**values, **dict(zip(traced, arguments, strict=True))}
             for node in region:
                 if not is_dropped(node) or node.target is private.SET_GRAD:
                     known[node] = _run(node, known)
@@ -88,22 +88,24 @@ def _inline(region: Sequence[fx.Node], graph: fx.Graph, held: dict[str, Any], co
         try:
             plain = private.plain_graph(run, [values[leaf] for leaf in traced])
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            why = f"torch.vmap and torch.func do not take it apart ({error}); put it into a custom op"
-            raise cannot_split(told, why) from error
+            why = f"torch.vmap and torch.func cannot decompose it ({error}); put it into a custom op"
+            raise cannot_split(reported, why) from error
         placeholders = plain.graph.find_nodes(op="placeholder")
         placed = dict(zip(placeholders, map(copies.__getitem__, traced), strict=True))
         for node in plain.graph.nodes:
             if node.meta.get("unbacked_bindings"):
-                raise cannot_split(told, "it finds a size in data within torch.vmap or torch.func; do that outside")
+                raise cannot_split(
+                    reported, "it has a data-dependent size within torch.vmap or torch.func; move it outside"
+                )
             if node.op not in ("placeholder", "output"):
                 placed[node] = _append(node, placed, graph, held, mode)
                 if not placed[node].meta.get("stack_trace"):
-                    placed[node].meta["stack_trace"] = told.meta.get("stack_trace")
+                    placed[node].meta["stack_trace"] = reported.meta.get("stack_trace")
     results: Any = plain.graph.output_node().args[0]
     for node, result in zip(outputs, results, strict=True):
         copies[node] = made = fx.map_arg(result, placed.__getitem__)
         if isinstance(result, fx.Node) and result not in placeholders:
-            # What follows shares memory with what Dynamo saw.
+            # later nodes share memory with the fakes of Dynamo's trace
             made.meta.setdefault("seen_before", []).append(example(made))
             made.meta["example_value"] = example(node)
 
@@ -113,7 +115,7 @@ def _append(node: fx.Node, placed: Mapping[fx.Node, Any], graph: fx.Graph, held:
     if node.op == "get_attr":
         copy.target = f"transformed_{len(held)}"
         held[copy.target] = attribute_of(node)
-        copy.meta["example_value"] = _value(node, mode)  # the new graph has no module yet to read it from
+        copy.meta["example_value"] = _value(node, mode)  # the new graph has no module yet
         return copy
     copy.meta = {"stack_trace": node.meta.get("stack_trace")}
     copy.meta["example_value"] = _run(copy, {leaf: _value(leaf, mode) for leaf in copy.all_input_nodes})

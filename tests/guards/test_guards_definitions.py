@@ -41,8 +41,8 @@ CHANGES = {
         "member f has changed",
     ),
     "data": ("class C:\n x = 1", "class C:\n x = True", "member x has changed"),
-    "more": ("class C: pass", "class C:\n x = 1", "member x is new"),
-    "less": ("class C:\n x = 1", "class C: pass", "member x is gone"),
+    "more": ("class C: pass", "class C:\n x = 1", "member x was added"),
+    "less": ("class C:\n x = 1", "class C: pass", "member x was removed"),
     "the order of bases": ("class C(One, Two): pass", "class C(Two, One): pass", "member __bases__ has changed"),
     "a metaclass": ("class C: pass", "class M(type): pass\nclass C(metaclass=M): pass", "member __class__ has changed"),
     "a property": (
@@ -65,7 +65,7 @@ CHANGES = {
         "class C:\n @classmethod\n def x(cls): return 1",
         "member x has changed",
     ),
-    "slots": ("class C:\n __slots__ = ('a',)", "class C:\n __slots__ = ('a', 'b')", "member b is new"),
+    "slots": ("class C:\n __slots__ = ('a',)", "class C:\n __slots__ = ('a', 'b')", "member b was added"),
     "an enum": (
         "class C(enum.Enum):\n A = 1\n B = 2",
         "class C(enum.Enum):\n A = 1\n B = 3",

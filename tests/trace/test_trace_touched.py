@@ -93,7 +93,7 @@ def run(function):
 #: In which words a change is told; tests/soundness has many more changes.
 CHANGES = {
     "an attribute of a base class": (on(BaseConfig, "scale", 3.0), "BaseConfig: member scale has changed"),
-    "an attribute that a subclass overrides": (on(Config, "scale", 3.0), "Config: member scale is new"),
+    "an attribute that a subclass overrides": (on(Config, "scale", 3.0), "Config: member scale was added"),
     "an attribute of a class set on an object": (
         run(lambda m: setattr(m.blocks[1].config, "scale", 3.0)),
         "blocks.0.config.scale was not set",

@@ -317,8 +317,9 @@ def _of_ending(error: ChildEndedError, stage: StageName) -> CallProof:
     crashed = ending.signal_name is not None and ending.signal_name != "SIGKILL"
     if crashed and stage == "compiled":
         raise ProofCrashError(
-            f"The process that makes the whole call {ending.how} in what was compiled. A custom op whose fake "
-            f"implementation gives other shapes or strides than its kernel does that. {_ANYHOW}{format_log(ending.log)}",
+            f"The process that makes the whole call {ending.how} in what was compiled. A custom op whose "
+            "fake implementation gives other shapes or strides than its kernel does that. "
+            f"{_ANYHOW}{format_log(ending.log)}",
             signal_name=ending.signal_name,
             actual=ending.code,
         )

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from cgtool.errors import CacheError, RefusedError, UsageError
 from cgtool.plan.grammar import sha256_hex
-from cgtool.plan.shapes import is_asked, parse_shape, shape_text
+from cgtool.plan.shapes import parse_shape, shape_matches, shape_text
 from cgtool.store.bundle.reading import CHUNK_BYTES, header_bytes
 from cgtool.store.bundle_index import Index, Limits, Member, check_values, parse_index, without_advice
 from cgtool.store.entry import read_entry
@@ -137,7 +137,7 @@ def _read_rank(
 def _trim(manifest: Manifest, shapes: Sequence[str], *, debug: bool) -> Manifest:
     if shapes:
         wanted = [parse_shape(text) for text in shapes]
-        rows = tuple(row for row in manifest.rows if any(is_asked(row.shape, shape) for shape in wanted))
+        rows = tuple(row for row in manifest.rows if any(shape_matches(row.shape, shape) for shape in wanted))
         if not rows:
             known = ", ".join(dict.fromkeys(shape_text(row.shape) for row in manifest.rows))
             requested = ", ".join(shapes)

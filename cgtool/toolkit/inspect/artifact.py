@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.errors import CacheError, UsageError
-from cgtool.plan.shapes import is_asked, parse_shape, shape_text
+from cgtool.plan.shapes import parse_shape, shape_matches, shape_text
 from cgtool.store.compiled_code import Kernel, generated_texts
 from cgtool.store.entry import ObjectStore
 from cgtool.store.files import os_errors_as_cache_errors
@@ -192,14 +192,16 @@ def inspect_artifact(
             raise UsageError("Entries of other systems have no variants. Leave --variant out.", actual=variant)
 
         def fits(artifact: ForeignArtifact) -> bool:
-            is_shape = wanted_shape is None or (artifact.shape is not None and is_asked(artifact.shape, wanted_shape))
+            is_shape = wanted_shape is None or (
+                artifact.shape is not None and shape_matches(artifact.shape, wanted_shape)
+            )
             is_rank = rank is None or artifact.rank.partition("_")[0] == str(rank)
             return is_shape and is_rank and prefix in (None, artifact.prefix)
 
         return _inspect_foreign(cache, artifact, fits)
 
     def serves(use: Use) -> bool:
-        is_shape = wanted_shape is None or is_asked(use.row.shape, wanted_shape)
+        is_shape = wanted_shape is None or shape_matches(use.row.shape, wanted_shape)
         is_place = variant in (None, use.row.variant) and rank in (None, use.name.rank)
         return is_shape and is_place and prefix in (None, use.name.prefix)
 
