@@ -110,10 +110,7 @@ def _decorate(
     otherwise: Otherwise,
 ) -> type[nn.Module]:
     check_otherwise(otherwise)
-    if not isinstance(cls, type):
-        kind = type(cls).__qualname__
-        msg = f"support_torch_compile decorates a class of models, not {kind}: call cgtool.compile to compile a model."
-        raise UsageError(msg, path="cls", expected="type", actual=kind)
+    _check_class(cls)
     if dynamic is not None:
         _check_dims(dynamic)
     dims = _tensor_arguments(cls.forward) if dynamic is None else dynamic
@@ -161,7 +158,8 @@ def _decorate(
         return compiled.function(*args, **kwargs)
 
     private.call_instead(cls, call)
-    cls.recheck = _recheck  # type: ignore[assignment]  # the class gains this method
+    decorated: Any = cls  # mypy does not allow a new attribute on a class
+    decorated.recheck = _recheck
     return cls
 
 
@@ -183,7 +181,7 @@ class _Compiled:
     def __init__(self, owner: dict[str, Any] | None = None) -> None:
         self.owner = owner
         self.lock = ForkedLock()
-        self.function: Callable[..., Any] | None = None
+        self.function: Callable[..., Any] | AsModule | None = None
 
     def __reduce__(self) -> tuple[type[_Compiled], tuple[()]]:
         return _Compiled, ()
@@ -215,6 +213,13 @@ def _is_tensor(hint: Any) -> bool:
     if typing.get_origin(hint) in {typing.Union, types.UnionType}:
         return set(typing.get_args(hint)) == {torch.Tensor, type(None)}
     return hint is torch.Tensor
+
+
+def _check_class(cls: Any) -> None:
+    if not isinstance(cls, type):
+        kind = type(cls).__qualname__
+        msg = f"support_torch_compile decorates a class of models, not {kind}: call cgtool.compile to compile a model."
+        raise UsageError(msg, path="cls", expected="type", actual=kind)
 
 
 def _check_dims(dynamic: Any) -> None:

@@ -86,7 +86,7 @@ def _parse_dim(parameter: str, dim: Any, spec: Any) -> DynamicDim:
 
 def _dim_error(parameter: str, dim: Any, spec: Any) -> UsageError:
     msg = (
-        f'dynamic[{parameter!r}][{dim!r}] must be "name" or ("name", min, max) with 0 <= min <= max, for the integer '
-        f"index of a dimension, not {spec!r}."
+        f"dynamic[{parameter!r}][{dim!r}] is {spec!r}. Use the integer index of a dimension as the key, and its name "
+        'or ("name", min, max) with 0 <= min <= max as the value.'
     )
     return UsageError(msg, path=parameter, actual=spec)

@@ -29,7 +29,7 @@ def installed(monkeypatch, tmp_path):
     adaptor_registry._installed.cache_clear()
 
 
-def test_a_registered_adaptor_is_one_for_configuration_and_for_bundles():
+def test_a_registered_adaptor_works_in_configurations_and_bundles():
     @register_adaptor("toy")
     class Toy:
         pass
@@ -50,7 +50,7 @@ def test_an_installed_adaptor_is_known_before_it_is_imported(installed):
         adaptor_registry.adaptor_class("toy")
 
 
-def test_two_distributions_with_one_name_are_named(installed):
+def test_two_distributions_with_the_same_name_are_an_error(installed):
     installed("toys", "toy = one:Toy")
     installed("more", "toy = two:Toy")
     with pytest.raises(ConfigError, match="Two distributions provide an adaptor 'toy'"):
@@ -58,19 +58,19 @@ def test_two_distributions_with_one_name_are_named(installed):
 
 
 @pytest.mark.parametrize("name", ["", "Toy", "a/b", "../x", "1st", "a" * 41, "a.b", "eager", "pt2", "json", None])
-def test_a_name_that_no_adaptor_can_have_is_refused(name):
+def test_an_invalid_name_is_refused(name):
     with pytest.raises(ConfigError, match="is not a valid name"):
         register_adaptor(name)
 
 
-def test_a_name_that_is_taken_is_refused_to_another_class():
+def test_a_taken_name_is_refused():
     register_adaptor("toy")(type("Toy", (), {}))
     register_adaptor("toy")(type("Toy", (), {}))  # the module was imported again
     with pytest.raises(ConfigError, match=r"Other cannot be registered as the adaptor 'toy', which is already .*Toy"):
         register_adaptor("toy")(type("Other", (), {}))
 
 
-def test_kinds_of_our_own_adaptors_are_theirs_alone():
+def test_built_in_adaptors_have_unique_kinds():
     assert set(KINDS) == set(ADAPTORS)
     assert len(set(KINDS.values())) == len(KINDS)
     assert not is_kind("eager")

@@ -54,12 +54,12 @@ KINDS = {name: kind for name, (kind, _) in FIELDS_BY_NAME.items()}
 OTHERS = {name: other for name, (_, other) in FIELDS_BY_NAME.items()}
 
 
-def test_every_field_has_the_kind_that_is_written_down():
+def test_every_field_has_the_expected_kind():
     assert {name: spec.kind for name, spec in FIELDS.items()} == KINDS
     assert {field.name for field in dataclasses.fields(CompilationConfig)} == set(KINDS)
 
 
-def test_every_field_is_described_with_its_kind_and_default():
+def test_every_field_is_documented_with_its_kind_and_default():
     documented = inspect.getdoc(CompilationConfig) or ""  # Python 3.13 takes the indentation off
     for name, kind in KINDS.items():
         words, after = documented.split(f"\n    {name}: ")[1].split("Kind: ", 1)
@@ -76,12 +76,12 @@ def test_only_key_fields_change_the_key(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_configuration_survives_json(name):
+def test_a_configuration_round_trips_through_json(name):
     config = CompilationConfig(**{name: OTHERS[name]})
     assert CompilationConfig.from_mapping(json.loads(canonical_json(config.to_json()))) == config
 
 
-def test_the_default_is_piecewise_through_standalone_compile():
+def test_the_default_is_piecewise_with_aot_inductor():
     config = CompilationConfig()
     assert (config.level, config.adaptor, config.effective_level) == (3, "aot_inductor", 3)
     assert resolve_compile_sizes(config) == ()
@@ -100,11 +100,11 @@ def test_the_default_is_piecewise_through_standalone_compile():
         ),
     ],
 )
-def test_what_means_the_same_has_one_key(one, other):
+def test_equivalent_configurations_have_the_same_key(one, other):
     assert CompilationConfig(**one).key_fields() == CompilationConfig(**other).key_fields()
 
 
-def test_values_are_held_in_one_form():
+def test_values_are_normalized():
     config = CompilationConfig(
         compile_sizes=[8, {"seq": 4, "batch": 2}, 1, 8, {"batch": 2, "seq": 4}, "cudagraph_capture_sizes"],
         compile_ranges=[[17, 64], (1, 16)],
@@ -174,7 +174,7 @@ def test_equal_configurations_have_equal_hashes():
         ("trusted_keys", ["key.pub", ""], "none of which is empty"),
     ],
 )
-def test_a_wrong_value_is_a_sentence_that_names_the_field(name, value, says):
+def test_an_invalid_value_is_an_error_that_names_the_field(name, value, says):
     with pytest.raises(ConfigError, match=says) as caught:
         CompilationConfig(**{name: value})
     assert str(caught.value).startswith(f"{name} is {value!r}: ")
@@ -199,7 +199,7 @@ def test_fields_that_contradict_each_other_are_refused(fields, says):
         CompilationConfig(**{name: fields[name]})
 
 
-def test_an_unknown_field_is_answered_with_the_nearest():
+def test_the_error_for_an_unknown_field_suggests_the_nearest():
     with pytest.raises(ConfigError, match="no configuration field 'compile-size'; the nearest is 'compile_sizes'"):
         CompilationConfig.from_mapping({"compile-size": [1]})
 
@@ -208,13 +208,13 @@ def test_an_unknown_field_is_answered_with_the_nearest():
     ("level", "splitting_ops", "adaptor"),
     [(0, ("a::b",), "inductor"), (1, (), "eager"), (2, (), "inductor"), (3, ("a::b",), "inductor")],
 )
-def test_a_level_spells_out_what_it_implies(level, splitting_ops, adaptor):
+def test_leveled_sets_the_fields_that_the_level_implies(level, splitting_ops, adaptor):
     given = () if level == 2 else ("a::b",)
     config = CompilationConfig(level=level, splitting_ops=given, adaptor="inductor").leveled()
     assert (config.splitting_ops, config.adaptor) == (splitting_ops, adaptor)
 
 
-def test_replace_checks_and_chooses_the_adaptor_anew():
+def test_replace_checks_values_and_selects_the_adaptor_again():
     assert CompilationConfig().replace(use_inductor=False).adaptor == "eager"
     with pytest.raises(ConfigError, match="nearest is 'level'"):
         CompilationConfig().replace(levels=2)
@@ -231,11 +231,11 @@ def test_replace_checks_and_chooses_the_adaptor_anew():
         ({"use_cudagraph": False}, ()),
     ],
 )
-def test_capture_sizes_follow_the_pattern_unless_they_are_given(fields, sizes):
+def test_capture_sizes_follow_the_pattern_unless_set(fields, sizes):
     assert resolve_capture_sizes(CompilationConfig(**fields)) == sizes
 
 
-def test_the_word_in_compile_sizes_becomes_the_captured_sizes():
+def test_compile_sizes_can_refer_to_the_capture_sizes():
     config = CompilationConfig(
         compile_sizes=[{"batch": 2, "seq": 4}, "cudagraph_capture_sizes", 3, 4], cuda_graph_sizes=[5]
     )
@@ -280,7 +280,7 @@ def test_enforce_eager_overrules_the_level():
         ("cache_dir", " /a b", " /a b"),
     ],
 )
-def test_a_field_is_read_from_text(name, text, value):
+def test_a_field_is_parsed_from_text(name, text, value):
     assert parse_field(name, text) == value
 
 
@@ -305,7 +305,7 @@ def test_a_field_is_read_from_text(name, text, value):
         ("compile_timeout", "1e999"),
     ],
 )
-def test_text_that_spells_no_value_is_refused(name, text):
+def test_invalid_text_is_refused(name, text):
     with pytest.raises(ConfigError, match=f"^{name} is "):
         parse_field(name, text)
 
@@ -313,7 +313,7 @@ def test_text_that_spells_no_value_is_refused(name, text):
 @given(
     st.sampled_from(sorted(FIELDS)), st.text() | st.sampled_from(["{}", "[[]]", "[null]", "1e9", "=", "-", "{", ","])
 )
-def test_no_text_is_anything_but_a_value_or_a_sentence(name, text):
+def test_any_text_gives_a_value_or_a_config_error(name, text):
     try:
         value = parse_field(name, text)
     except ConfigError as error:
@@ -331,7 +331,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), json_values, max_size=2))
-def test_any_mapping_is_a_configuration_or_a_sentence(values):
+def test_any_mapping_gives_a_configuration_or_a_config_error(values):
     try:
         config = CompilationConfig.from_mapping(values)
     except ConfigError as error:
@@ -365,7 +365,7 @@ def test_helpers_of_a_mode(name):
     assert {m.name for m in CUDAGraphMode.valid_runtime_modes() if mode.has_mode(m)} == {decode, mixed}
 
 
-def test_there_are_five_modes_with_the_fields_own_values():
+def test_modes_have_the_values_of_vllm():
     assert {mode.name: mode.value for mode in CUDAGraphMode} == {
         "NONE": 0,
         "PIECEWISE": 1,
@@ -375,12 +375,12 @@ def test_there_are_five_modes_with_the_fields_own_values():
     }
 
 
-def test_a_pair_is_no_part_of_a_mode():
+def test_has_mode_refuses_a_pair():
     with pytest.raises(ValueError, match=r"FULL_DECODE_ONLY is a pair of modes. Pass one of FULL, NONE, PIECEWISE"):
         CUDAGraphMode.FULL.has_mode(CUDAGraphMode.FULL_DECODE_ONLY)
 
 
-def test_the_environment_is_read_as_it_is_now(monkeypatch):
+def test_the_environment_is_read_on_every_call(monkeypatch):
     assert environment().cache_dir is None
     monkeypatch.setenv("CGTOOL_CACHE_DIR", "/c")
     assert environment().cache_dir == "/c"
@@ -397,7 +397,7 @@ def test_an_empty_environment_gives_defaults():
 @pytest.mark.parametrize(
     ("variables", "rank"), [({"RANK": "9", "LOCAL_RANK": "1"}, 9), ({"LOCAL_RANK": "1"}, 1), ({"RANK": "9"}, 9)]
 )
-def test_the_global_rank_goes_before_the_local_one(variables, rank):
+def test_the_global_rank_takes_precedence_over_the_local_one(variables, rank):
     assert environment(variables).rank == rank
 
 
@@ -412,18 +412,18 @@ def test_the_global_rank_goes_before_the_local_one(variables, rank):
         ({"CGTOOL_TRUSTED_KEYS": "{}"}, "variable CGTOOL_TRUSTED_KEYS is '{}'"),
     ],
 )
-def test_a_variable_that_cannot_be_read_is_named(variables, says):
+def test_an_error_names_the_invalid_variable(variables, says):
     with pytest.raises(ConfigError, match=says):
         environment(variables)
 
 
-def test_variables_say_whom_to_trust():
+def test_variables_set_the_trust_policy():
     found = environment({"CGTOOL_TRUSTED_KEYS": "/etc/keys, ours.pub", "CGTOOL_ALLOW_SHARED_CACHE": "yes"})
     assert (found.trusted_keys, found.allow_shared_cache) == (("/etc/keys", "ours.pub"), True)
 
 
 @pytest.mark.parametrize(("text", "off"), [("1", True), ("0", False), ("yes", True), ("FALSE", False)])
-def test_a_variable_switches_the_cache_off(text, off):
+def test_a_variable_disables_the_cache(text, off):
     assert environment({"CGTOOL_DISABLE_CACHE": text}).disable_cache is off
 
 
@@ -444,7 +444,7 @@ def test_a_variable_that_may_change_code_is_kept(name):
     assert code_variables({name: "1"}) == {name: "1"}
 
 
-def test_the_ptxas_that_inductor_names_once_it_has_compiled_is_no_change(tmp_path):
+def test_the_ptxas_of_torch_is_ignored(tmp_path):
     torchs_own = Path(importlib.util.find_spec("torch").origin).parent / "bin" / "ptxas"
     assert code_variables({"TRITON_PTXAS_PATH": str(torchs_own)}) == {}
     another = {"TRITON_PTXAS_PATH": str(tmp_path / "ptxas")}
@@ -468,11 +468,11 @@ def test_the_ptxas_that_inductor_names_once_it_has_compiled_is_no_change(tmp_pat
         "CUDA_VISIBLE_DEVICES",
     ],
 )
-def test_a_variable_of_a_place_a_port_or_a_log_is_not(name):
+def test_variables_of_paths_ports_and_logs_are_ignored(name):
     assert code_variables({name: "1"}) == {}
 
 
-def test_variables_give_a_configuration():
+def test_a_configuration_is_created_from_variables():
     config = CompilationConfig.from_variables(
         {"CGTOOL_COMPILE_SIZES": "1,8", "CGTOOL_LEVEL": "2", "CGTOOL_ADAPTOR": ""}
     )

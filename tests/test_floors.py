@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,14 @@ class File:
     def is_door(self) -> bool:
         return self.path in {"__init__.py", "__main__.py"}
 
-    def imports(self) -> Iterator[Import]:
-        yield from _imports(self.tree, lazy=False, typing_only=False)
+    @cached_property
+    def imports(self) -> list[Import]:
+        return list(_imports(self.tree, lazy=False, typing_only=False))
+
+    @cached_property
+    def attributes(self) -> list[tuple[str, int]]:
+        """Every attribute that is read or set, as a dotted name, and its line."""
+        return [(_dotted(node), node.lineno) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
 
 
 def _imports(node: ast.AST, *, lazy: bool, typing_only: bool) -> Iterator[Import]:
@@ -112,7 +119,7 @@ def _dotted(node: ast.AST) -> str:
 def imports_only_from_floors_below(file: File) -> Iterator[str]:
     if file.is_door:
         return
-    for found in file.imports():
+    for found in file.imports:
         if found.module.startswith("."):
             yield f"{file.path}:{found.line}: write {found.module} as an absolute import"
         elif _is(found.module, "cgtool") and found.module != "cgtool.__version__":
@@ -120,35 +127,35 @@ def imports_only_from_floors_below(file: File) -> Iterator[str]:
             other = FLOORS.get(room, 0)
             own = room == file.room or other == file.floor == 0
             if room not in FLOORS and not (PACKAGE / f"{room}.py").is_file():
-                yield f"{file.path}:{found.line}: {found.module} goes through the door; import from where it lives"
+                yield f"{file.path}:{found.line}: {found.module} is imported from the package, not from its module"
             elif other >= file.floor and not own:
                 yield f"{file.path}:{found.line}: floor {file.floor} imports {found.module} of floor {other}"
 
 
 def doors_import_nothing_early(file: File) -> Iterator[str]:
     if file.is_door:
-        for found in file.imports():
+        for found in file.imports:
             allowed = found.typing_only or found.lazy or _is(found.module, "cgtool.cli.main.main")
             if _is(found.module, "cgtool") and not allowed:
-                yield f"{file.path}:{found.line}: imports {found.module} as it loads"
+                yield f"{file.path}:{found.line}: imports {found.module} at import time"
 
 
 def starts_without_torch(file: File) -> Iterator[str]:
-    for found in file.imports():
+    for found in file.imports:
         if (
             file.room in TORCH_FREE
             and file.path not in MEASURING
             and not (found.lazy or found.typing_only)
             and _is(found.module, "torch", "numpy")
         ):
-            yield f"{file.path}:{found.line}: imports {found.module} as it loads"
+            yield f"{file.path}:{found.line}: imports {found.module} at import time"
         if file.floor == 0 and not file.is_door and _is(found.module, "torch"):
-            yield f"{file.path}:{found.line}: floor 0 knows nothing of torch, and imports {found.module}"
+            yield f"{file.path}:{found.line}: floor 0 must not import {found.module}"
 
 
 def loads_with_torch_alone(file: File) -> Iterator[str]:
     if file.room in LIGHT_FOLDERS and file.path != "graph/sympy_text.py":
-        for found in file.imports():
+        for found in file.imports:
             if _is(found.module, *HEAVY) and not found.typing_only:
                 yield f"{file.path}:{found.line}: imports {found.module}"
 
@@ -156,12 +163,12 @@ def loads_with_torch_alone(file: File) -> Iterator[str]:
 def keeps_private_torch_in_its_shim(file: File) -> Iterator[str]:
     if Path(file.path).name == "_torch.py" or file.path == "graph/sympy_text.py":  # the shim to torch's sympy
         return
-    for found in file.imports():
+    for found in file.imports:
         if _is(found.module, "torch") and _private(found.module) and not found.typing_only:
-            yield f"{file.path}:{found.line}: imports {found.module}, which belongs into _torch.py"
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Attribute) and _is(_dotted(node), "torch") and _private("torch." + node.attr):
-            yield f"{file.path}:{node.lineno}: touches {_dotted(node)}, which belongs into _torch.py"
+            yield f"{file.path}:{found.line}: imports {found.module}, which belongs in _torch.py"
+    for name, line in file.attributes:
+        if _is(name, "torch") and _private("torch." + name.rpartition(".")[2]):
+            yield f"{file.path}:{line}: touches {name}, which belongs in _torch.py"
 
 
 def _private(module: str) -> bool:
@@ -171,21 +178,21 @@ def _private(module: str) -> bool:
 def leaves_the_environment_to_its_reader(file: File) -> Iterator[str]:
     if file.path == "host.py":
         return
-    for found in file.imports():
+    for found in file.imports:
         if found.module in {f"os.{name}" for name in ENVIRONMENT}:
             yield f"{file.path}:{found.line}: imports {found.module}"
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Attribute) and _dotted(node) in {f"os.{name}" for name in ENVIRONMENT}:
-            yield f"{file.path}:{node.lineno}: touches {_dotted(node)}"
+    for name, line in file.attributes:
+        if name.startswith("os.") and name.removeprefix("os.") in ENVIRONMENT:
+            yield f"{file.path}:{line}: touches {name}"
 
 
 def has_no_pickle(file: File) -> Iterator[str]:
-    for found in file.imports():
+    for found in file.imports:
         if found.module.split(".")[0] in PICKLES:
             yield f"{file.path}:{found.line}: imports {found.module}"
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Attribute) and _dotted(node) in {"torch.load", "torch.save"}:
-            yield f"{file.path}:{node.lineno}: {_dotted(node)} is pickle"
+    for name, line in file.attributes:
+        if name in {"torch.load", "torch.save"}:
+            yield f"{file.path}:{line}: {name} is pickle"
 
 
 def asserts_nothing(file: File) -> Iterator[str]:
@@ -202,7 +209,7 @@ def says_what_it_owns(file: File) -> Iterator[str]:
 def fits_in_a_head(file: File) -> Iterator[str]:
     lines = file.text.count("\n")
     if lines > MAX_LINES:
-        yield f"{file.path}: has {lines} lines, and {MAX_LINES} are the limit"
+        yield f"{file.path}: has {lines} lines; the limit is {MAX_LINES}"
 
 
 RULES = [

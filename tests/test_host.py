@@ -23,7 +23,7 @@ def compiler_at(folder, line, name="g++"):
     return path
 
 
-def test_a_compiler_is_its_version_and_not_its_path(tmp_path, monkeypatch):
+def test_a_compiler_is_identified_by_version_and_not_by_path(tmp_path, monkeypatch):
     here = compiler_at(tmp_path / "a", "g++ (Debian 12.2.0) 12.2.0")
     there = compiler_at(tmp_path / "b", "c++ (Debian 12.2.0) 12.2.0", name="c++")
     newer = compiler_at(tmp_path / "c", "x86_64-linux-gnu-g++ (Debian 13.1.0) 13.1.0")
@@ -34,7 +34,7 @@ def test_a_compiler_is_its_version_and_not_its_path(tmp_path, monkeypatch):
     assert found == ["(Debian 12.2.0) 12.2.0", "(Debian 12.2.0) 12.2.0", "(Debian 13.1.0) 13.1.0", None]
 
 
-def test_a_compiler_is_asked_once_until_it_changes(tmp_path, monkeypatch):
+def test_a_compiler_runs_once_until_it_changes(tmp_path, monkeypatch):
     path = compiler_at(tmp_path / "a", "clang version 14.0.6")
     monkeypatch.setenv("CXX", str(path))
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_a_compiler_is_asked_once_until_it_changes(tmp_path, monkeypatch):
     assert host.compiler_version() == "clang version 15.0.0.1"
 
 
-def test_threads_that_ask_a_compiler_at_once_get_one_answer_of_one_run(tmp_path, monkeypatch):
+def test_concurrent_threads_share_one_compiler_run(tmp_path, monkeypatch):
     path = compiler_at(tmp_path / "a", "clang version 14.0.6")
     path.write_text(path.read_text().replace("echo more", "sleep 0.2"))
     monkeypatch.setenv("CXX", str(path))
@@ -58,7 +58,7 @@ def test_threads_that_ask_a_compiler_at_once_get_one_answer_of_one_run(tmp_path,
     assert (path.parent / "runs").read_text().count("run") == 1
 
 
-def test_flags_that_are_no_instructions_do_not_enter(tmp_path, monkeypatch):
+def test_only_cpu_flags_of_instruction_sets_count(tmp_path, monkeypatch):
     flags = ("ibpb", "avx512f", "hypervisor", "constant_tsc", "amx_tile", "md_clear", "vmx")
     assert [flag for flag in flags if flag.startswith(host._INSTRUCTIONS)] == ["avx512f", "amx_tile"]
 
@@ -75,7 +75,7 @@ def answers_in_a_fork(expected):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_while_a_thread_waits_for_a_compiler_asks_for_itself(tmp_path, monkeypatch):
+def test_a_fork_runs_the_compiler_again_while_the_parent_waits(tmp_path, monkeypatch):
     path = compiler_at(tmp_path / "a", "clang version 14.0.6")
     path.write_text(path.read_text().replace("echo run", "sleep 0.5; echo run"))
     monkeypatch.setenv("CXX", str(path))
@@ -90,7 +90,7 @@ def test_a_fork_while_a_thread_waits_for_a_compiler_asks_for_itself(tmp_path, mo
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_does_not_take_the_answer_that_its_parent_has_yet_to_read(tmp_path, monkeypatch):
+def test_a_fork_does_not_read_its_parents_compiler_output(tmp_path, monkeypatch):
     path = compiler_at(tmp_path / "a", "clang version 14.0.6")
     monkeypatch.setenv("CXX", str(path))
     host.prefetch_compiler_version()
@@ -98,7 +98,7 @@ def test_a_fork_does_not_take_the_answer_that_its_parent_has_yet_to_read(tmp_pat
     assert host.compiler_version() == "clang version 14.0.6"
 
 
-def test_a_compiler_that_fails_or_babbles_is_none(tmp_path, monkeypatch):
+def test_a_failing_compiler_has_no_version(tmp_path, monkeypatch):
     for index, text in enumerate(("echo 'g++ (Debian 12.2.0) 12.2.0'; exit 1", "exit 0", "kill -9 $$")):
         path = tmp_path / f"g++{index}"
         path.write_text(f"#!/bin/sh\n{text}\n")
@@ -109,7 +109,7 @@ def test_a_compiler_that_fails_or_babbles_is_none(tmp_path, monkeypatch):
     assert host.compiler_version() == "(\N{REPLACEMENT CHARACTER}) 1"
 
 
-def test_a_blank_name_of_a_compiler_is_no_name(monkeypatch):
+def test_a_blank_cxx_means_the_default_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     expected = host.compiler_version()
     monkeypatch.setenv("CXX", " ")
@@ -130,7 +130,7 @@ class Made:
 
 
 @pytest.mark.usefixtures("no_frozen")
-def test_what_a_block_made_is_for_full_collections_alone():
+def test_objects_made_while_gc_is_paused_move_to_the_oldest_generation():
     with gc_paused():
         assert not gc.isenabled()
         made = [Made() for _ in range(10)]
@@ -141,7 +141,7 @@ def test_what_a_block_made_is_for_full_collections_alone():
 
 
 @pytest.mark.usefixtures("no_frozen")
-def test_what_somebody_froze_stays_frozen():
+def test_frozen_objects_stay_frozen():
     made = [Made() for _ in range(10)]
     gc.freeze()
     with gc_paused():
@@ -150,7 +150,7 @@ def test_what_somebody_froze_stays_frozen():
     assert looked_at.isdisjoint(map(id, made))
 
 
-def test_where_collections_are_off_they_stay_off():
+def test_a_disabled_gc_stays_disabled():
     gc.disable()
     try:
         with gc_paused():
@@ -162,7 +162,7 @@ def test_where_collections_are_off_they_stay_off():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 @pytest.mark.parametrize("threads", [True, False])
-def test_work_on_two_threads_is_done_once_with_or_without_a_second_thread(count, threads, monkeypatch):
+def test_on_two_threads_handles_each_item_once_even_without_a_second_thread(count, threads, monkeypatch):
     def refuse(_thread):
         raise RuntimeError("can't start new thread")
 

@@ -18,7 +18,7 @@ def registry_of_this_test(monkeypatch):
     monkeypatch.setattr(ops, "_registered", dict(ops._registered))
 
 
-def test_registering_twice_keeps_one_name_in_its_first_place():
+def test_registering_an_op_twice_has_no_effect():
     register_splitting_op("test_ops::first")
     register_splitting_op("test_ops.second.default")
     register_splitting_op("test_ops::first")
@@ -29,7 +29,7 @@ def test_registering_twice_keeps_one_name_in_its_first_place():
 @pytest.mark.parametrize(
     "name", ["", "attention", "ns::", "::op", "a::b::c", "ns::op.", "ns op", "ns::op.x.y", "ns::op\n"]
 )
-def test_what_names_no_op_is_refused(name):
+def test_an_invalid_op_name_is_refused(name):
     with pytest.raises(UsageError, match="is not the name of an op"):
         register_splitting_op(name)
     assert name not in registered_splitting_ops()
@@ -46,11 +46,11 @@ def test_what_names_no_op_is_refused(name):
         "trtllm::attn_custom_op_inplace",
     ],
 )
-def test_attention_of_the_field_is_known(name):
+def test_common_attention_ops_are_known(name):
     assert name in KNOWN_ATTENTION_OPS
 
 
-def test_every_known_op_is_a_name_that_could_be_registered_and_stands_once():
+def test_known_ops_have_valid_and_unique_names():
     before = registered_splitting_ops()
     for name in KNOWN_ATTENTION_OPS:
         register_splitting_op(name)
@@ -58,6 +58,6 @@ def test_every_known_op_is_a_name_that_could_be_registered_and_stands_once():
     assert len(set(KNOWN_ATTENTION_OPS)) == len(KNOWN_ATTENTION_OPS)
 
 
-def test_importing_it_loads_no_torch():
+def test_importing_the_module_does_not_import_torch():
     code = "import sys, cgtool.model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ ROWS = TensorMeta(dtype="float32", shape=("s0", 4), stride=(4, 1), device="cpu")
 
 
 @given(st.lists(st.text(alphabet="ab.[]|", min_size=1)))
-def test_texts_are_read_as_they_were_written(texts):
+def test_texts_round_trip(texts):
     table = TextTable()
     numbers = [table.number(text) for text in texts]
     read = Texts(decode(encode(table.rows()), TextRows))
@@ -28,12 +28,12 @@ def test_texts_are_read_as_they_were_written(texts):
     ("parents", "ends"),
     [((0,), ("a",)), ((-1, 2, 0), ("a", "b", "c")), ((-2,), ("a",)), ((-1,), ())],
 )
-def test_texts_that_lean_on_nothing_are_refused(parents, ends):
+def test_texts_with_invalid_parents_are_refused(parents, ends):
     with pytest.raises(ValueError, match=r"text|zip"):
         Texts(TextRows(parents=parents, ends=ends))
 
 
-def test_texts_that_grow_without_end_are_refused():
+def test_texts_that_expand_too_far_are_refused():
     with pytest.raises(ValueError, match="characters"):
         Texts(TextRows(parents=(-1, *range(9_999)), ends=("a" * 10_000,) * 10_000))
 
@@ -64,7 +64,7 @@ GRAPHS = [
 ]
 
 
-def test_graphs_are_read_as_they_were_written():
+def test_graphs_round_trip_and_share_frames():
     given_ = {one.identity(): one for one in GRAPHS}
     rows = decode(encode(graph_rows(given_)), GraphRows)
     read = Graphs(rows)
@@ -77,7 +77,7 @@ def test_graphs_are_read_as_they_were_written():
     assert read.parts_of(GRAPHS[5].identity())[2] == ()
 
 
-def test_graphs_that_are_not_what_they_are_called_are_refused():
+def test_graphs_that_do_not_match_their_identity_are_refused():
     rows = graph_rows({one.identity(): one for one in GRAPHS[:2]})
     first, second = rows.members
     for members, why in (

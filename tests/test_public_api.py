@@ -22,17 +22,17 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_a_light_name_is_the_object_of_its_home(name):
+def test_a_public_name_is_that_of_its_module(name):
     home = importlib.import_module(cgtool._HOMES[name])
     assert getattr(cgtool, name) is getattr(home, name)
 
 
-def test_all_dir_and_homes_agree():
+def test_all_and_dir_list_the_public_names():
     assert set(cgtool.__all__) == {*cgtool._HOMES, "__version__"}
     assert dir(cgtool) == sorted(cgtool.__all__)
 
 
-def test_types_name_the_same_homes_as_the_running_package():
+def test_type_checkers_see_the_same_public_names():
     tree = ast.parse(Path(cgtool.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -40,12 +40,12 @@ def test_types_name_the_same_homes_as_the_running_package():
     assert (Path(cgtool.__file__).parent / "py.typed").is_file()
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_the_error_for_an_unknown_name_lists_the_known_ones():
     with pytest.raises(AttributeError, match=r"no attribute 'complie'; it has .*compile"):
         cgtool.complie  # noqa: B018  the access is the test
 
 
-def test_a_name_is_loaded_once():
+def test_a_public_name_is_imported_once():
     vars(cgtool).pop("ModelSpec", None)
     first = cgtool.ModelSpec
     assert vars(cgtool)["ModelSpec"] is first
@@ -68,7 +68,7 @@ def test_every_public_name_can_be_imported():
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", sorted(SIGNATURES))
-def test_signatures_are_the_promised_ones(name):
+def test_load_and_compile_have_the_documented_parameters(name):
     import inspect
 
     parameters = inspect.signature(getattr(cgtool, name)).parameters

@@ -12,7 +12,7 @@ IN_ORDER = ["general", "batch=1-16", "num_tokens=2-64", "batch=1:seq=2-64", "bat
 
 
 @pytest.mark.parametrize("text", IN_ORDER)
-def test_a_text_says_what_was_read(text):
+def test_the_text_of_a_shape_round_trips(text):
     assert shape_text(parse_shape(text)) == text
 
 
@@ -24,7 +24,7 @@ def test_equal_shapes_have_one_text():
 @pytest.mark.parametrize(
     "text", ["", "generic", "-1", "8:9", "a=8:9", "a=8:a=9", "a=", "=8", "a=1-2-3", "9-2", "a b=8", "a=8\n", "٣"]
 )
-def test_what_is_no_shape_is_refused(text):
+def test_invalid_text_is_refused(text):
     with pytest.raises(ValueError, match="is not a shape"):
         parse_shape(text)
 
@@ -43,11 +43,11 @@ def test_what_is_no_shape_is_refused(text):
         ("general", "8", False),
     ],
 )
-def test_a_user_may_leave_out_the_name_of_the_only_dimension(shape, asked, meant):
+def test_the_name_of_an_only_dimension_is_optional(shape, asked, meant):
     assert shape_matches(parse_shape(shape), parse_shape(asked)) is meant
 
 
-def test_only_what_fixes_all_that_it_names_is_a_size():
+def test_a_size_fixes_all_dimensions_that_it_names():
     sizes = [text for text in IN_ORDER if is_size(parse_shape(text))]
     assert sizes == ["batch=4", "num_tokens=8", "seq=8"]
 
@@ -59,7 +59,7 @@ def test_listings_have_the_general_shape_first_then_ranges_then_sizes():
     assert (listed[0], listed[4:]) == ("general", ["batch=4", "num_tokens=8", "seq=8"])
 
 
-def test_what_was_compiled_for_exactly_this_is_preferred():
+def test_dispatch_prefers_the_most_specific_shape():
     texts = ["general", "a=2-64", "a=8", "a=8:b=2-64", "a=8:b=2", "a=2-9:b=2-9"]
     preferred = [shape_text(shape) for shape in sorted(map(parse_shape, texts), key=dispatch_order)]
     assert preferred == ["a=8:b=2", "a=8:b=2-64", "a=8", "a=2-9:b=2-9", "a=2-64", "general"]

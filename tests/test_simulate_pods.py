@@ -8,7 +8,7 @@ from simulate_pods import Setup, simulate, ways
 
 @pytest.mark.parametrize("way", ways(Setup()))
 @pytest.mark.parametrize("rate", [20.0, 5_500.0])
-def test_what_the_store_sends_arrives_and_a_seed_decides_all(way, rate):
+def test_all_bytes_arrive_and_the_seed_determines_the_result(way, rate):
     setup = ways(Setup(machines=12, processes=3, rate=rate, spread=2.0))[way]
     found = simulate(setup, seed=1)
     assert found == simulate(setup, seed=1)

@@ -44,14 +44,14 @@ def wheel(tmp_path_factory):
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_man_pages_are_installed_where_man_looks(wheel):
+def test_man_pages_are_installed(wheel):
     found = {name.split(".data/data/")[1]: data for name, data in wheel.items() if ".data/data/" in name}
     expected = {f"share/man/man{page.suffix[1:]}/{page.name}": page.read_bytes() for page in (REPO / "man").iterdir()}
     assert found == expected
     assert {"share/man/man1/cgtool.1", "share/man/man5/cgtool-cache.5"} <= set(found)
 
 
-def test_the_package_is_whole_and_alone(wheel):
+def test_the_wheel_contains_exactly_the_package(wheel):
     modules = {path.relative_to(REPO).as_posix() for path in (REPO / "cgtool").rglob("*.py")}
     inside = {name for name in wheel if ".data/" not in name and ".dist-info/" not in name}
     assert inside == modules | {"cgtool/py.typed"}

@@ -30,7 +30,7 @@ from cgtool.plan.rendering import changed_words, expected_words, spell
         (["e"], "..."),
     ],
 )
-def test_a_literal_is_said_as_people_write_it(literal, said):
+def test_literals_are_rendered_as_python(literal, said):
     assert spell(literal) == said
 
 
@@ -46,7 +46,7 @@ def test_a_literal_is_said_as_people_write_it(literal, said):
         ("state:autocast", "autocast"),
     ],
 )
-def test_a_source_is_said_as_people_write_it(source, said):
+def test_sources_are_rendered_as_attribute_paths(source, said):
     assert source_words(source) == said
 
 
@@ -78,7 +78,7 @@ def test_a_source_is_said_as_people_write_it(source, said):
         ),
     ],
 )  # fmt: skip
-def test_a_guard_that_changed_is_one_sentence(kind, old, new, said):
+def test_a_changed_guard_is_described_in_a_sentence(kind, old, new, said):
     assert changed_words("self.a.b", kind, old, new) == said
 
 
@@ -86,9 +86,9 @@ def test_a_guard_that_changed_is_one_sentence(kind, old, new, said):
     ("kind", "value"),
     [("value", ["t", ["function"]]), ("value", {"a": 1}), ("length", 3), ("keys", 7), ("tensor", []), ("strange", [1])],
 )
-def test_what_a_stranger_wrote_outside_of_the_grammar_is_shown_as_it_stands(kind, value):
+def test_malformed_values_are_rendered_unchanged(kind, value):
     assert expected_words(kind, value)
 
 
-def test_a_long_value_has_an_end():
+def test_a_long_value_is_truncated():
     assert len(expected_words("value", "x" * 10_000)) == 201

@@ -76,7 +76,7 @@ def generated(text):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(expr=st.one_of(numbers, truths), s0=st.integers(1, 70), s1=st.integers(1, 70))
-def test_an_expression_means_the_same_to_sympy_to_a_plan_and_in_generated_python(expr, s0, s1):
+def test_sympy_plan_and_generated_code_agree_on_an_expression(expr, s0, s1):
     wanted = sympy.sympify(expr).xreplace({S0: sympy.Integer(s0), S1: sympy.Integer(s1)})
     text = expression_text(expr, NAMES)
     assert expressions.evaluate(text, {"s0": s0, "s1": s1}) == wanted
@@ -95,7 +95,7 @@ def test_renaming_symbols_changes_no_value(text, values):
     assert expressions.evaluate(expressions.rename(text, new), sizes) == expressions.evaluate(text, inner)
 
 
-def test_operands_of_commutative_functions_are_in_one_order_whatever_the_symbols_are_called():
+def test_the_order_of_commutative_operands_does_not_depend_on_names():
     first, second = (sympy.Symbol(name, positive=True, integer=True) for name in ("b", "a"))
     for function in (sympy.Max, torch_sympy.BitwiseFn_bitwise_or, torch_sympy.BitwiseFn_bitwise_and):
         text = expression_text(function(first, second), {"b": "s0", "a": "s1"})
@@ -109,13 +109,13 @@ def test_operands_of_commutative_functions_are_in_one_order_whatever_the_symbols
         *("1.5 * s0", "Trunc(s0, s1)", "Trunc(s0 % 1.5)", "Max(1.5, s0)", "Round(s0) / 2", "1.5"),
     ],
 )
-def test_what_no_way_of_evaluating_knows_is_outside_the_grammar(text):
+def test_unsupported_expressions_are_outside_the_grammar(text):
     with pytest.raises(expressions.ArtifactError, match="outside the grammar"):
         expressions.check_expression(text, ["s0", "s1"])
 
 
 @pytest.mark.parametrize("text", ["s0 % s1 == 0", "s0 // s1 < 9", "not s0 % (s1 - 1) == 0", "s0 > 1 and 8 // s1 == 4"])
-def test_a_relation_that_divides_by_zero_does_not_hold_and_a_value_is_refused(text):
+def test_division_by_zero_makes_a_relation_false_and_a_value_an_error(text):
     zero = 1 if "s1 - 1" in text else 0
     assert not expressions.holds(text, {"s0": 4, "s1": zero})
     with pytest.raises(expressions.ArtifactError, match="divides by zero"):
@@ -124,7 +124,7 @@ def test_a_relation_that_divides_by_zero_does_not_hold_and_a_value_is_refused(te
         expressions.holds(text, {"s0": 4})
 
 
-def test_a_fact_with_or_fixes_no_size_of_the_piece_that_is_compiled():
+def test_a_fact_with_or_does_not_fix_a_size():
     graph = PieceGraph(
         nodes=(),
         inputs=(),

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.torch
         (torch.fft.fft, "torch.fft.fft"),
     ],
 )
-def test_a_target_comes_back_under_its_name(fn, name):
+def test_a_target_round_trips(fn, name):
     assert target_name(fn) == name
     assert resolve_target(name) is fn
 
@@ -70,12 +70,12 @@ def test_a_target_comes_back_under_its_name(fn, name):
         "",
     ],
 )
-def test_what_is_no_op_does_not_resolve(name):
+def test_only_ops_resolve(name):
     with pytest.raises(ArtifactError):
         resolve_target(name)
 
 
-def test_a_user_function_is_named_in_the_error():
+def test_the_error_names_a_user_function():
     def helper(x):
         return x
 
@@ -86,7 +86,7 @@ def test_a_user_function_is_named_in_the_error():
 
 
 @pytest.mark.parametrize("name", ["__class__", "__reduce__", "numpy", "apply_", "nothing", "untyped_storage"])
-def test_what_is_no_method_of_tensors_is_refused(name):
+def test_only_methods_of_tensors_are_accepted(name):
     with pytest.raises(ArtifactError):
         check_method(name)
 
@@ -119,27 +119,27 @@ def test_methods_of_tensors_are_accepted():
     ],
     ids=repr,
 )
-def test_a_value_comes_back_with_its_type(value):
+def test_a_value_round_trips_with_its_type(value):
     encoded = values.encode_value(value, lambda node: node)
     decoded = values.decode_value(encoded, lambda ref: ref)
     assert repr(decoded) == repr(value)
     assert type(decoded) is type(value)
 
 
-def test_true_one_and_one_point_zero_are_written_differently():
+def test_true_one_and_one_point_zero_are_encoded_differently():
     written = [repr(values.encode_value(value, lambda node: node)) for value in (True, 1, 1.0, "1")]
     assert len(set(written)) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_a_constant_tensor_keeps_every_bit(dtype):
+def test_a_constant_tensor_round_trips_bit_by_bit(dtype):
     tensor = torch.tensor([[0, 1, 3], [2, 0, 5]], dtype=dtype).t()
     found = values.decode_value(values.encode_value(tensor, lambda node: node), lambda ref: ref)
     assert found.dtype == dtype
     assert torch.equal(found, tensor)
 
 
-def test_empty_and_zero_dimensional_constants_come_back():
+def test_empty_and_zero_dimensional_constants_round_trip():
     for tensor in (torch.empty(0, 3), torch.tensor(2.5)):
         found = values.decode_value(values.encode_value(tensor, lambda node: node), lambda ref: ref)
         assert found.shape == tensor.shape
@@ -175,7 +175,7 @@ def test_a_value_outside_the_grammar_is_refused(data):
         values.decode_value(data, lambda ref: ref)
 
 
-def test_a_value_without_a_word_is_named():
+def test_the_error_names_an_unsupported_value():
     with pytest.raises(SplitError, match="Generator"):
         values.encode_value(torch.Generator(), lambda node: node)
 
@@ -213,12 +213,12 @@ def test_expressions_are_evaluated_and_renamed():
     assert expressions.evaluate(7, {}) == 7
 
 
-def test_division_by_zero_is_a_sentence():
+def test_division_by_zero_is_an_artifact_error():
     with pytest.raises(ArtifactError, match="divides by zero"):
         expressions.evaluate("s0 // s1", {"s0": 1, "s1": 0})
 
 
-def test_text_of_a_sympy_expression_does_not_depend_on_names():
+def test_the_text_of_an_expression_does_not_depend_on_names():
     def build(first, second):
         a, b = (sympy.Symbol(name, positive=True, integer=True) for name in (first, second))
         expr = 2 * a * b + FloorDiv(a + 1, 4) - Mod(b, 8) - 3
@@ -244,7 +244,7 @@ def test_text_and_sympy_agree_on_values():
             assert expressions.evaluate(text, {"s0": a, "s1": 13 - a}) == int(expr.subs({s0: a, s1: 13 - a}))
 
 
-def test_a_fraction_and_an_unknown_symbol_are_named():
+def test_the_error_names_a_fraction_and_an_unknown_symbol():
     s0 = sympy.Symbol("u0", positive=True, integer=True)
     with pytest.raises(SplitError, match="fraction"):
         expression_text(s0 / 2, {"u0": "s0"})
@@ -252,7 +252,7 @@ def test_a_fraction_and_an_unknown_symbol_are_named():
         expression_text(s0 + 1, {})
 
 
-def test_a_tensor_is_described_without_its_device_index():
+def test_tensor_metadata_has_no_device_index():
     meta = values.tensor_meta(torch.empty(3, 4, dtype=torch.bfloat16).t())
     assert meta == TensorMeta(dtype="bfloat16", shape=(4, 3), stride=(1, 4), device="cpu")
     assert values.device_text("cuda:3") == "cuda"
@@ -278,7 +278,7 @@ def piece(**changes):
     return PieceGraph(**{**fields, **changes})
 
 
-def test_a_specialised_graph_has_numbers_where_it_had_symbols():
+def test_restrict_replaces_fixed_symbols_by_numbers():
     found = restrict(piece(), {"s0": (8, 8), "s1": (4, 4), "s9": (1, 1)})
     assert found.symbols == ()
     assert found.facts == ()
@@ -297,7 +297,7 @@ def test_a_range_of_one_size_fixes_the_symbol():
 
 
 @pytest.mark.parametrize("sizes", [{"s0": 1}, {"s1": 65}, {"s0": 7, "s1": 3}, {"s0": 4, "s1": 6}])
-def test_sizes_that_the_graph_was_not_traced_for_are_refused(sizes):
+def test_sizes_outside_the_traced_ones_are_refused(sizes):
     with pytest.raises(UsageError):
         restrict(piece(), {name: (size, size) for name, size in sizes.items()})
 

@@ -13,7 +13,7 @@ def x() -> torch.Tensor:
     return torch.arange(24.0).reshape(6, 4) / 7
 
 
-def test_an_out_buffer_of_the_piece_before_is_no_hazard() -> None:
+def test_an_out_buffer_of_the_previous_piece_is_no_hazard() -> None:
     def function(a):
         out = torch.empty_like(a)
         OPS.fill(a * 2, out)
@@ -22,7 +22,7 @@ def test_an_out_buffer_of_the_piece_before_is_no_hazard() -> None:
     assert check_split(function, x()).eager_pieces == {}
 
 
-def test_a_view_of_an_out_buffer_is_taken_where_it_is_used() -> None:
+def test_a_view_of_an_out_buffer_is_recomputed_where_it_is_used() -> None:
     def function(a):
         q = a * 2
         out = torch.empty(a.shape[0], 4)
@@ -46,7 +46,7 @@ def test_writing_to_one_unaliased_input_is_no_hazard() -> None:
     assert check_split(function, x(), x()).eager_pieces == {}
 
 
-def test_views_that_nobody_writes_to_are_no_hazard() -> None:
+def test_views_without_writes_are_no_hazard() -> None:
     def function(a):
         q, k, v = (a @ torch.ones(4, 12)).chunk(3, 1)
         b = OPS.mix(q, k)
@@ -55,7 +55,7 @@ def test_views_that_nobody_writes_to_are_no_hazard() -> None:
     assert check_split(function, x()).eager_pieces == {}
 
 
-def test_parts_written_in_the_piece_that_made_them_are_no_hazard() -> None:
+def test_parts_written_in_their_own_piece_are_no_hazard() -> None:
     def function(a):
         q, k = (a @ torch.ones(4, 8)).chunk(2, 1)
         q.mul_(2)
@@ -74,7 +74,7 @@ def test_parts_written_by_a_splitting_op_are_no_hazard() -> None:
     assert check_split(function, x()).eager_pieces == {}
 
 
-def test_two_inputs_of_one_memory_that_is_written_make_a_piece_eager() -> None:
+def test_a_write_to_memory_that_two_inputs_share_makes_a_piece_eager() -> None:
     def function(keys, values):
         keys.add_(1)
         c = OPS.mix(keys, values)
@@ -101,7 +101,7 @@ def check_split_of_views(function, *args):
     return result
 
 
-def test_a_view_that_cannot_be_taken_again_makes_its_piece_eager() -> None:
+def test_a_view_that_cannot_be_recomputed_makes_its_piece_eager() -> None:
     def function(a):
         b = a + 1
         c = b.view_as(a * 1)  # two tensors: no plain view
@@ -115,7 +115,7 @@ def test_a_view_that_cannot_be_taken_again_makes_its_piece_eager() -> None:
     assert not any(step.splitting for step in result.steps if step.piece in result.eager_pieces)
 
 
-def test_a_piece_of_which_nothing_is_used_is_not_compiled() -> None:
+def test_a_piece_without_used_results_is_not_compiled() -> None:
     def function(a):
         b = OPS.mix(a, a)
         a.sin().exp()

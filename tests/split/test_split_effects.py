@@ -66,12 +66,12 @@ def written_arguments(function, *args) -> str:
 
 
 @pytest.mark.parametrize("case", WRITES)
-def test_writes_are_seen(case: str) -> None:
+def test_writes_are_detected(case: str) -> None:
     function, expected = WRITES[case]
     assert written_arguments(function) == expected
 
 
-def test_augmented_assignment_writes() -> None:
+def test_augmented_assignments_are_writes() -> None:
     def function(a, b):
         a += b
         a *= 2
@@ -90,7 +90,7 @@ def test_running_statistics_are_written_in_training_only() -> None:
     assert written_arguments(evaluate, x(), statistics()) == ""
 
 
-def test_writes_that_only_the_version_counter_shows_are_found() -> None:
+def test_the_version_counter_reveals_writes() -> None:
     def function(ids, weight):
         # Renormalises rows of the weight in place; no schema and no name says so.
         return F.embedding(ids, weight, max_norm=1.0)

@@ -27,7 +27,7 @@ def refused(function, *args, dynamic=(), config=None) -> str:
     return str(caught.value)
 
 
-def test_a_higher_order_op_is_named_with_the_users_line() -> None:
+def test_the_error_for_a_higher_order_op_has_the_users_line() -> None:
     def function(a):
         return strict_mode(lambda b: b.sin(), (a,))
 
@@ -38,7 +38,7 @@ def test_a_higher_order_op_is_named_with_the_users_line() -> None:
     assert "custom op" in message
 
 
-def test_what_a_branch_calls_is_named_with_the_users_line() -> None:
+def test_the_error_for_a_call_in_a_branch_has_the_users_line() -> None:
     def function(a):
         return torch.cond(a.sum() > 0, lambda b: b.cos(), lambda b: strict_mode(lambda c: c.sin(), (b,)), (a,))
 
@@ -47,7 +47,7 @@ def test_what_a_branch_calls_is_named_with_the_users_line() -> None:
     assert "torch.cond(a.sum() > 0" in message
 
 
-def test_a_transform_that_cannot_be_taken_apart_is_named_with_the_users_line() -> None:
+def test_the_error_for_an_unsupported_transform_has_the_users_line() -> None:
     def function(a):
         return torch.func.grad(lambda b: b[b > 0].sum())(a)
 
@@ -56,7 +56,7 @@ def test_a_transform_that_cannot_be_taken_apart_is_named_with_the_users_line() -
     assert "a data-dependent size" in message
 
 
-def test_a_change_of_shape_in_place_that_another_piece_sees() -> None:
+def test_a_change_of_shape_visible_to_another_piece_is_refused() -> None:
     def function(a):
         b = a + 1
         c = OPS.mix(b, b)
@@ -69,7 +69,7 @@ def test_a_change_of_shape_in_place_that_another_piece_sees() -> None:
     assert "without the underscore" in message
 
 
-def test_a_change_of_shape_within_one_piece_is_fine() -> None:
+def test_a_change_of_shape_within_a_piece_is_allowed() -> None:
     def function(a):
         b = OPS.mix(a, a)
         c = (b + 1).unsqueeze_(0)
@@ -78,7 +78,7 @@ def test_a_change_of_shape_within_one_piece_is_fine() -> None:
     assert len(split_graph(capture(function, x()), splitting_ops=["toysplit::mix"]).steps) == 2
 
 
-def test_a_number_of_data_that_is_needed_again_after_a_write() -> None:
+def test_a_data_dependent_number_used_after_a_write_is_refused() -> None:
     def function(a):
         b = a.sum()
         n = b.item()
@@ -90,7 +90,7 @@ def test_a_number_of_data_that_is_needed_again_after_a_write() -> None:
     assert "test_split_errors.py" in message
 
 
-def test_a_returned_float_of_a_size() -> None:
+def test_returning_a_float_of_a_size_is_refused() -> None:
     graph_module = capture(lambda a: a * (a.shape[0] / 3), x(), dynamic=[(0, 0)])
     (ratio,) = (n for n in graph_module.graph.nodes if isinstance(n.meta.get("example_value"), torch.SymFloat))
     (output,) = graph_module.graph.find_nodes(op="output")
@@ -100,7 +100,7 @@ def test_a_returned_float_of_a_size() -> None:
     assert "test_split_errors.py" in str(caught.value)
 
 
-def test_a_tensor_on_a_second_device() -> None:
+def test_a_second_device_is_refused() -> None:
     graph_module = capture(lambda a: OPS.mix(a, a) + 1, x())
     first, *_, last = (n for n in graph_module.graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor))
     for node, device in ((first, "cuda:0"), (last, "cuda:1")):
@@ -111,7 +111,7 @@ def test_a_tensor_on_a_second_device() -> None:
         split_graph(graph_module, splitting_ops=["toysplit::mix"])
 
 
-def test_a_graph_that_holds_a_module() -> None:
+def test_a_graph_with_a_module_is_refused() -> None:
     graph_module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     with pytest.raises(SplitError, match="runs a subgraph"):
         split_graph(graph_module, splitting_ops=[])

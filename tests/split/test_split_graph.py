@@ -285,16 +285,16 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_pieces_compute_what_the_graph_does_at_one_size(function) -> None:
+def test_pieces_match_the_graph_at_one_size(function) -> None:
     check_split(function, x())
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_pieces_compute_what_the_graph_does_at_every_size(function) -> None:
+def test_pieces_match_the_graph_at_every_size(function) -> None:
     check_split(function, x(), dynamic=[(0, 0)], others=[(larger(),), (larger()[:9],)])
 
 
-def test_two_dimensions_and_sizes_that_no_tensor_of_a_piece_has() -> None:
+def test_sizes_missing_in_a_piece_come_from_donors() -> None:
     def function(ids, weight):
         b, s, _ = ids.shape
         flat = ids.reshape(b * s, 4) @ weight
@@ -322,7 +322,7 @@ def test_equal_sizes_are_one_symbol() -> None:
     assert list(result.symbol_names.values()) == ["s0"]
 
 
-def test_facts_that_the_trace_found_come_with_the_piece() -> None:
+def test_a_piece_has_the_relations_of_the_trace() -> None:
     def function(a):
         return OPS.mix(a, a).view(-1, 3, 4) + 1
 
@@ -332,17 +332,17 @@ def test_facts_that_the_trace_found_come_with_the_piece() -> None:
     assert not all(evaluate(fact, {"s0": 7}) for fact in facts)
 
 
-def test_no_splitting_op_is_one_piece() -> None:
+def test_a_graph_without_splitting_ops_is_one_piece() -> None:
     result = check_split(plain, x(), splitting_ops=[])
     assert [step.splitting for step in result.steps] == [False]
     assert result.splitting_ops == ()
 
 
-def test_neighbouring_splitting_ops_are_one_piece() -> None:
+def test_adjacent_splitting_ops_are_one_piece() -> None:
     assert [step.splitting for step in check_split(several_in_a_row, x()).steps] == [True]
 
 
-def test_views_and_buffers_alone_are_no_piece() -> None:
+def test_views_and_buffers_alone_form_no_piece() -> None:
     assert [step.splitting for step in check_split(only_views_between, x()).steps] == [True]
 
     def buffer_between(a):
@@ -354,7 +354,7 @@ def test_views_and_buffers_alone_are_no_piece() -> None:
     assert [step.splitting for step in check_split(buffer_between, x()).steps] == [True]
 
 
-def test_a_write_alone_is_a_piece_and_not_a_view() -> None:
+def test_a_single_write_is_a_piece() -> None:
     def function(a):
         b = OPS.mix(a, a)
         b.add_(1)
@@ -363,7 +363,7 @@ def test_a_write_alone_is_a_piece_and_not_a_view() -> None:
     assert [step.splitting for step in check_split(function, x()).steps] == [True, False, True]
 
 
-def test_pieces_take_and_give_tensors_only() -> None:
+def test_pieces_take_and_return_tensors_only() -> None:
     for function in (sizes, tuples, sizes_of_floats):
         result = check_split(function, x(), dynamic=[(0, 0)])
         for graph in result.graphs.values():
@@ -371,7 +371,7 @@ def test_pieces_take_and_give_tensors_only() -> None:
             assert all(ref.startswith("%") for ref in graph.outputs)
 
 
-def test_autocast_is_entered_again_in_each_piece_and_left_at_its_end() -> None:
+def test_each_piece_enters_and_leaves_autocast() -> None:
     result = check_split(mixed_precision, x())
     for graph in result.graphs.values():
         targets = [node.target or "" for node in graph.nodes]
@@ -387,7 +387,7 @@ def test_the_graph_is_not_changed() -> None:
     assert graph_module.print_readable(print_output=False) == before
 
 
-def test_inputs_that_the_graph_writes_to_are_named() -> None:
+def test_mutated_inputs_are_listed() -> None:
     def function(a, b, c):
         b.add_(1)
         c[0] = OPS.mix(a, a)[0]

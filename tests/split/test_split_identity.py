@@ -66,22 +66,22 @@ def two_layers() -> list[str]:
     return pieces_of(Model(2, "block"))[2]
 
 
-@pytest.mark.parametrize("layers", [2, 4, 24])
-def test_a_decoder_has_three_compiled_pieces_however_deep_it_is(layers: int, two_layers: list[str]) -> None:
+@pytest.mark.parametrize("layers", [4, 12])
+def test_a_decoder_of_any_depth_has_three_unique_compiled_pieces(layers: int, two_layers: list[str]) -> None:
     steps, compiled, unique = pieces_of(Model(layers, "block"))
     assert (steps, compiled, len(unique)) == (2 * layers + 1, layers + 1, 3)
     assert unique == two_layers
 
 
-def test_one_layer_has_two(two_layers: list[str]) -> None:
+def test_a_decoder_of_one_layer_has_two_unique_compiled_pieces(two_layers: list[str]) -> None:
     assert len(pieces_of(Model(1, "block"))[2]) == 2
 
 
-def test_names_of_arguments_layers_and_weights_do_not_enter(two_layers: list[str]) -> None:
+def test_names_of_arguments_layers_and_weights_do_not_affect_identity(two_layers: list[str]) -> None:
     assert pieces_of(Renamed(2, "tier"))[2] == two_layers
 
 
-def test_other_processes_hash_seeds_and_folders_agree(tmp_path: Path, two_layers: list[str]) -> None:
+def test_identity_is_the_same_in_other_processes_and_folders(tmp_path: Path, two_layers: list[str]) -> None:
     script = dedent(
         """
         import sys, json
@@ -132,7 +132,7 @@ VARIANTS = {
 }
 
 
-def test_whatever_code_depends_on_makes_another_identity() -> None:
+def test_everything_that_affects_code_affects_identity() -> None:
     seen = {name: tuple(identity_of(function, *args)) for name, (function, args) in VARIANTS.items()}
     assert len(set(seen.values())) == len(seen), seen
     function, args = VARIANTS["base"]
@@ -140,7 +140,7 @@ def test_whatever_code_depends_on_makes_another_identity() -> None:
     assert tuple(identity_of(function, *args, dynamic=[(0, 0), (1, 0)])) not in seen.values()
 
 
-def test_aliasing_of_inputs_makes_another_identity() -> None:
+def test_aliasing_of_inputs_affects_identity() -> None:
     def function(x, y):
         return x * 2 + y
 
@@ -150,7 +150,7 @@ def test_aliasing_of_inputs_makes_another_identity() -> None:
     assert apart != shared
 
 
-def test_a_bound_on_a_size_makes_another_identity() -> None:
+def test_a_bound_on_a_size_affects_identity() -> None:
     def free(x):
         return x * 2
 
@@ -161,7 +161,7 @@ def test_a_bound_on_a_size_makes_another_identity() -> None:
     assert identity_of(free, a(), dynamic=[(0, 0)]) != identity_of(bound, a(), dynamic=[(0, 0)])
 
 
-def test_an_edited_fake_implementation_makes_another_identity() -> None:
+def test_an_edited_fake_implementation_affects_identity() -> None:
     def function(x):
         return OPS.mix(x, x) + 1
 

@@ -65,25 +65,25 @@ def cut_at(graph, *names) -> list[str]:
         ("_operator.matmul", "matmul"),
     ],
 )
-def test_every_spelling_finds_its_op(graph, name: str, op: str) -> None:
+def test_every_form_of_a_name_matches_its_op(graph, name: str, op: str) -> None:
     assert op in cut_at(graph, name)
 
 
-def test_an_overload_that_is_not_there_matches_nothing(graph) -> None:
+def test_a_missing_overload_does_not_match(graph) -> None:
     with pytest.raises(UnmatchedSplittingOpError):
         split_graph(graph, splitting_ops=["toysplit::mix.other"])
     with pytest.raises(UnmatchedSplittingOpError):
         split_graph(graph, splitting_ops=["torch.Tensor.silu"])
 
 
-def test_none_takes_what_is_known_and_there(graph) -> None:
+def test_none_matches_known_ops(graph) -> None:
     result = split_graph(graph, splitting_ops=None)
     assert [step.splitting for step in result.steps] == [False, True, False]
     # known by three names, and told by one
     assert result.splitting_ops == ("torch.nn.functional.scaled_dot_product_attention",)
 
 
-def test_none_takes_registered_ops_and_passes_over_those_that_are_not_there(monkeypatch) -> None:
+def test_none_matches_registered_ops_and_ignores_missing_ones(monkeypatch) -> None:
     monkeypatch.setattr("cgtool.ops._registered", {})
     register_splitting_op("toysplit::mix")
     register_splitting_op("toysplit::absent")
@@ -92,18 +92,18 @@ def test_none_takes_registered_ops_and_passes_over_those_that_are_not_there(monk
     )
 
 
-def test_an_empty_list_splits_nowhere(graph) -> None:
+def test_an_empty_list_does_not_split(graph) -> None:
     assert [step.splitting for step in split_graph(graph, splitting_ops=[]).steps] == [False]
 
 
-def test_what_matched_is_told_in_one_spelling(graph) -> None:
+def test_matched_names_are_canonical(graph) -> None:
     result = split_graph(graph, splitting_ops=["toysplit.mix", "torch.nn.functional.silu"])
     assert result.splitting_ops == ("torch.nn.functional.silu", "toysplit::mix")
     again = split_graph(graph, splitting_ops=result.splitting_ops)
     assert again == result
 
 
-def test_a_name_that_matches_nothing_lists_the_ops_custom_ones_first(graph) -> None:
+def test_the_error_for_an_unmatched_name_lists_custom_ops_first(graph) -> None:
     with pytest.raises(UnmatchedSplittingOpError) as caught:
         split_graph(graph, splitting_ops=["toysplit::mixx"])
     assert isinstance(caught.value, SplitError)
@@ -115,7 +115,7 @@ def test_a_name_that_matches_nothing_lists_the_ops_custom_ones_first(graph) -> N
     assert caught.value.actual[1].startswith("torch.nn.functional.")
 
 
-def test_the_list_of_ops_ends_somewhere() -> None:
+def test_the_list_of_ops_is_truncated() -> None:
     names = ["sin", "cos", "tan", "exp", "log", "abs", "sqrt", "rsqrt", "tanh", "sigmoid", "relu", "floor", "ceil"]
     names += ["round", "trunc", "neg", "erf", "erfc", "expm1", "log1p", "log2", "log10", "sinh", "cosh"]
 

@@ -184,7 +184,7 @@ def run_and_compare(program, returned, dynamic) -> None:
 @pytest.mark.parametrize("dynamic", [(), ((0, 0), (1, 0))], ids=["static", "dynamic"])
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(program=st.lists(STEP, min_size=2, max_size=12), returned=st.lists(st.integers(0, 11), min_size=1, max_size=4))
-def test_random_graphs_compute_the_same_in_pieces(program, returned, dynamic) -> None:
+def test_pieces_of_random_graphs_match_the_graph(program, returned, dynamic) -> None:
     run_and_compare(program, returned, dynamic)
 
 
@@ -192,5 +192,5 @@ def test_random_graphs_compute_the_same_in_pieces(program, returned, dynamic) ->
 @pytest.mark.parametrize("dynamic", [(), ((0, 0), (1, 0))], ids=["static", "dynamic"])
 @settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=st.lists(STEP, min_size=2, max_size=16), returned=st.lists(st.integers(0, 11), min_size=1, max_size=4))
-def test_many_random_graphs_compute_the_same_in_pieces(program, returned, dynamic) -> None:
+def test_pieces_of_many_random_graphs_match_the_graph(program, returned, dynamic) -> None:
     run_and_compare(program, returned, dynamic)

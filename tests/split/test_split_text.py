@@ -27,7 +27,7 @@ def text() -> str:
     return graph_text(graph_module, split_graph(graph_module, splitting_ops=["toysplit::mix"]).assignment)
 
 
-def test_it_shows_pieces_shapes_and_the_users_lines() -> None:
+def test_the_text_has_pieces_shapes_and_the_users_lines() -> None:
     shown = text()
     assert [line.strip() for line in shown.splitlines() if "----" in line] == [
         f"# ---- piece {i} ----" for i in range(3)
@@ -38,12 +38,12 @@ def test_it_shows_pieces_shapes_and_the_users_lines() -> None:
     assert "torch.ops.toysplit.mix(" in shown
 
 
-def test_it_is_the_same_each_time_and_holds_no_folder() -> None:
+def test_the_text_is_deterministic_and_has_no_folders() -> None:
     shown = text()
     assert shown == text()
     assert "/" not in shown.replace("//", "")
     assert "0x" not in shown
 
 
-def test_it_is_python() -> None:
+def test_the_text_is_python() -> None:
     ast.parse(text())

@@ -101,7 +101,7 @@ def test_a_malformed_dimension_is_refused(dynamic):
     if dynamic == {"x": {0: ["n"]}}:  # as JSON has no tuples
         assert Dims.of(dynamic).by_name["n"].min == 1
         return
-    with pytest.raises(UsageError, match=r"dynamic\['x'\].* is .*; write .*index"):
+    with pytest.raises(UsageError, match=r"dynamic\['x'\].*index"):
         Dims.of(dynamic)
 
 
