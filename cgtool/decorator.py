@@ -181,7 +181,7 @@ class _Compiled:
     def __init__(self, owner: dict[str, Any] | None = None) -> None:
         self.owner = owner
         self.lock = ForkedLock()
-        self.function: Callable[..., Any] | AsModule | None = None
+        self.function: Any = None
 
     def __reduce__(self) -> tuple[type[_Compiled], tuple[()]]:
         return _Compiled, ()

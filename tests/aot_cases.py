@@ -1,4 +1,4 @@
-"""More pieces written by hand: what native code, which checks no input and knows no Python, may get wrong."""
+"""Handwritten pieces that native code may get wrong, because it neither checks inputs nor has Python semantics."""
 
 from __future__ import annotations
 

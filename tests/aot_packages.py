@@ -1,4 +1,4 @@
-"""Packages of test pieces: several pieces compiled as one, and each compiled once for all tests and sessions.
+"""Packages of test pieces: several pieces compiled as one, each package compiled once for all tests and sessions.
 
 A compile by AOTInductor costs a C++ compile of many headers, whatever the piece: so pieces stand side by side in one,
 and what was compiled is kept beside torch's own caches, under everything of ours that decides its bytes.
@@ -20,7 +20,7 @@ from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 from cgtool.store.lock import file_lock
 
 _REPO = Path(__file__).resolve().parents[1]
-#: What decides the bytes of a package beside torch and the compiler.
+#: The files that determine the bytes of a package, besides torch and the compiler.
 _SOURCES = (
     "cgtool/compiler/_torch.py",
     "cgtool/compiler/adaptors/_torch.py",
@@ -35,7 +35,7 @@ _SOURCES = (
 
 
 def package_of(piece: PieceGraph) -> bytes:
-    """The bytes of a piece's package, compiled if no test has compiled it before; it needs no guards."""
+    """The bytes of a piece's package, compiled unless an earlier test compiled it; it has no guards."""
     compiler = get_adaptor("aot_inductor")
     sources = [sha256_hex((_REPO / name).read_bytes()) for name in _SOURCES]
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "cgtool-packages"
@@ -52,7 +52,7 @@ def package_of(piece: PieceGraph) -> bytes:
 
 
 def side_by_side(cases: list[Case]) -> Case:
-    """One piece that does what all of `cases` do."""
+    """A piece that combines all `cases`."""
     fresh = itertools.count()
     symbols = [{symbol.name: f"s{next(fresh)}" for symbol in case.piece.symbols} for case in cases]
     starts = list(itertools.accumulate((len(case.piece.inputs) for case in cases), initial=0))
@@ -77,7 +77,7 @@ def side_by_side(cases: list[Case]) -> Case:
 
 
 def _moved(piece: PieceGraph, names: dict[str, str], start: int, first_node: int) -> PieceGraph:
-    """A piece under other symbols, whose inputs and nodes are numbered from elsewhere."""
+    """A piece with its symbols renamed and its inputs and nodes renumbered."""
 
     def text(dim):
         return dim if isinstance(dim, int) else re.sub(r"\bs\d+\b", lambda found: names[found[0]], dim)

@@ -1,4 +1,4 @@
-"""A genuine cubin: one kernel of eight registers and 512 bytes of static shared memory, made by ptxas 13.0 -arch=sm_90.
+"""A real cubin: one kernel of eight registers and 512 bytes of static shared memory, made by ptxas 13.0 -arch=sm_90.
 
 From this source, with `ptxas -arch=sm_90 k.ptx -o k.cubin`: load a float of global memory, add 1, store it to
 `.shared .align 4 .b8 tile[512]`, wait at a barrier, load it and store it back, in `.visible .entry add_one`.

@@ -1,4 +1,4 @@
-"""Reports of benches that never ran: figures chosen so that every width and word can be told beforehand."""
+"""Made-up bench reports, with figures that make the expected output easy to predict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "triton": None, "cuda": None,
 
 
 def start(number, *, ready, steps=None, counted=True, problem=None, worst=0.0, **more):
-    """One answer of a process, as the runner keeps it."""
+    """The answer of a process, as the runner stores it."""
     fields = {
         "round": number if counted else None,
         "counted": counted,
@@ -29,7 +29,7 @@ def start(number, *, ready, steps=None, counted=True, problem=None, worst=0.0, *
 
 
 class Bench:
-    """What a bench measured; at first nothing."""
+    """The measurements of a bench, initially empty."""
 
     def __init__(self, ways="eager,compile-warm,cgtool/eager", *, tokens=(8,)):
         starts = dict.fromkeys(ways, 7)

@@ -1,4 +1,4 @@
-"""Bundles of any shape, true or forged, and keys to sign them. Imports no torch."""
+"""Valid and forged bundles, and keys to sign them. Must not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cgtool.plan.grammar import sha256_hex
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A member of an archive as it will be written.
+    """A member to be written to an archive.
 
     Args:
         name: Its name.
@@ -33,7 +33,7 @@ class File:
 
 
 def index_of(files: Mapping[str, bytes], **changes: object) -> bytes:
-    """The text of a bundle.json, written by other code than cgtool's; names and contents may be anything."""
+    """The text of a bundle.json with arbitrary names and contents, written independently of cgtool."""
     members = [
         {
             "path": name,
@@ -46,7 +46,7 @@ def index_of(files: Mapping[str, bytes], **changes: object) -> bytes:
 
 
 def archive(files: list[File], *, end: bytes = bytes(1024)) -> bytes:
-    """A tar archive, by the standard library."""
+    """A tar archive, written by the standard library."""
     out = b""
     for file in files:
         info = tarfile.TarInfo(file.name)
@@ -59,18 +59,18 @@ def archive(files: list[File], *, end: bytes = bytes(1024)) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """One frame of zstd."""
+    """A zstd frame."""
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
 
 
 def opened(data: bytes) -> bytes:
-    """What is in a frame of zstd."""
+    """The content of a zstd frame."""
     return zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forge:
-    """A genuine bundle, to be changed.
+    """A valid bundle, to be modified.
 
     Args:
         files: Its members by name, but for the index.
@@ -87,7 +87,7 @@ class Forge:
         return cls(files={str(path.relative_to(root)): path.read_bytes() for path in base.rglob("*") if path.is_file()})
 
     def name(self, end: str, *, number: int = 0) -> str:
-        """The name of a member that ends so."""
+        """The name of the member with this suffix."""
         return sorted(name for name in self.files if name.endswith(end))[number]
 
     def with_file(self, name: str, data: bytes) -> Forge:
@@ -97,7 +97,7 @@ class Forge:
         return replace(self, files={n: data for n, data in self.files.items() if n != name})
 
     def members(self) -> list[File]:
-        """The files as an honest writer would put them down."""
+        """The members in the order of a valid bundle."""
         return [File(name=name, data=data) for name, data in sorted(self.files.items())]
 
     def heads(self, index: bytes | None = None) -> list[File]:
@@ -121,14 +121,14 @@ class Forge:
         return packed(archive([*self.heads(index), *change(self.members())], end=end))
 
     def edited(self, end: str, edit: Callable[[dict[str, object]], None]) -> Forge:
-        """A bundle in which a sealed record was changed and sealed anew."""
+        """A bundle with a sealed record that was changed and sealed again."""
         name = self.name(end)
         record = json.loads(self.files[name])
         edit(record)
         return self.with_file(name, sealed(record))
 
     def with_plan(self, plan: bytes) -> Forge:
-        """A bundle with another plan, whose manifest says so."""
+        """A bundle with another plan and a matching manifest."""
         name = self.name("/plan.json")
         changed = self.with_file(name, plan)
 
@@ -138,7 +138,7 @@ class Forge:
         return changed.edited("/manifest.json", edit)
 
     def with_artifact(self, data: bytes) -> Forge:
-        """A bundle with another artifact in place of the first, named as it is."""
+        """A bundle with the first artifact replaced, under the digest of the new one."""
         name = self.name(".pt2")
         old, new = name.rpartition("/")[2].removesuffix(".pt2"), sha256_hex(data)
         changed = self.without(name).with_file(name.replace(old, new), data)

@@ -1,4 +1,4 @@
-"""Makes caches that no compiler was needed for: single entries, and large ones in seconds. Imports no torch.
+"""Creates caches without compiling: single entries, and large caches in seconds. Must not import torch.
 
 `lay_entry` publishes one entry of genuine packages, `lay_decoder` one of two variants. `make_cache` lays as many as one
 likes, as `UnitStore` and `EntryWriter` would; nothing is flushed to the disk, which is what makes it quick. Each of its
@@ -36,7 +36,7 @@ ADAPTORS = {"pt2": "aot_inductor", "json": "eager", "aot": "inductor_standalone"
 LOOKUP = "cd" * 32
 ADAPTOR, KIND = "aot_inductor", "pt2"
 DAY_SECS = 86400.0
-#: How many unique pieces an entry may have: 3 for a decoder, else what divides the number of its artifacts.
+#: The number of unique pieces of an entry: 3 for a decoder, else a divisor of the number of its artifacts.
 _UNIQUE = (3, 5, 4, 2, 1)
 
 
@@ -130,7 +130,7 @@ def lay_decoder(
 
 
 def package(text: str = "", *, native_bytes: int = 2000) -> bytes:
-    """A package that no loader would open, and that is one in every other way."""
+    """A package that is valid except that no loader can open it."""
     native = b"\x7fELF" + text.encode()
     return pack(Package(native=native.ljust(native_bytes, b"\x90"), metadata={"AOTI_DEVICE_KEY": "cpu"}))
 
@@ -144,13 +144,13 @@ def _row(writer: EntryWriter, *, kind: str, shape: str, piece: int, data: str, n
 
 
 def put_row(writer: EntryWriter, kind: str, data: bytes, *, piece: int, shape: str = "general", **artifact: Any) -> Row:
-    """Put an artifact in its place, and return the row that leads to it."""
+    """Store an artifact and return its row."""
     record = Artifact(digest=writer.objects.put(data, kind), kind=kind, size_bytes=len(data), **artifact)
     return Row(variant=0, shape=parse_shape(shape), piece_index=piece, adaptor=ADAPTORS[kind], artifact=record)
 
 
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Everything below a folder: name → permissions and content."""
+    """The permissions and content of every file below a folder, by name."""
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
@@ -172,7 +172,7 @@ def make_cache(
     now: float | None = None,
     library: bytes = b"",
 ) -> tuple[RankName, ...]:
-    """Lay a cache and return the names of its ranks, the newest entry last.
+    """Create a cache and return the names of its ranks, the newest entry last.
 
     Args:
         root: The cache root; what is there already stays.
@@ -319,13 +319,13 @@ def _num_unique(num_artifacts: int) -> int:
 
 
 def _origin(number: int, unique: int) -> Origin:
-    """What an artifact was compiled from, by its number in its entry."""
+    """The key of the unit of an artifact, by its number in the entry."""
     size = 8 * (number // unique)
     return Origin(piece=_IDENTITIES[number % unique], shape={"num_tokens": (size, size)} if size else {})
 
 
 def _rows(units: list[_Unit], unique: int, layers: int) -> Iterator[Row]:
-    """Rows of every compiled piece for every shape; the pieces between the first and the last are one."""
+    """Rows of every compiled piece for every shape; the pieces between the first and the last are equal."""
     for number in range(len(units) // unique):
         shape: Shape = {"num_tokens": (8 * number, 8 * number)} if number else {}
         for layer in range(layers + 1):
@@ -335,7 +335,7 @@ def _rows(units: list[_Unit], unique: int, layers: int) -> Iterator[Row]:
 
 
 def _decoder(layers: int, unique: int) -> Plan:
-    """Compiled pieces and attention by turns; the pieces between the first and the last are one."""
+    """Alternating compiled pieces and attention; the pieces between the first and the last are equal."""
     graphs = [_graph("torch.sin", 64 + number) for number in range(unique)]
     order = [graphs[unique - 1 if i == layers else min(i, max(unique - 2, 0))] for i in range(layers + 1)]
     attention = _graph("torch.ops.toy.attention.default")
@@ -372,7 +372,7 @@ def _plan(
 
 
 def steps_of(pieces: list[PieceGraph], splitting: PieceGraph) -> tuple[Step, ...]:
-    """The steps of pieces, each of which takes what the one before it gave."""
+    """The steps of pieces, each of which takes the output of the previous one."""
     return tuple(
         Step(
             piece=index,
@@ -387,14 +387,14 @@ def steps_of(pieces: list[PieceGraph], splitting: PieceGraph) -> tuple[Step, ...
 
 
 def _graph(target: str, width: int = 64, *, sized: bool = False) -> PieceGraph:
-    """A piece of one op; `sized` asks for a size first."""
+    """A piece of one op, after a size node if `sized`."""
     size = Node(kind="size", target=None, args=("%0", 0), kwargs={})
     op = Node(kind="function", target=target, args=("%0",), kwargs={})
     return graph_of([size, op] if sized else [op], width)
 
 
 def graph_of(nodes: list[Node], width: int = 64) -> PieceGraph:
-    """A piece of a tensor, which gives what its last operation does."""
+    """A piece with one input that returns the result of its last operation."""
     hidden = TensorMeta(dtype="float32", shape=("s0", width), stride=(width, 1), device="cpu")
     return PieceGraph(
         symbols=(SymbolRange(name="s0", min=2, max=None),),

@@ -1,4 +1,4 @@
-"""Entries to play with, for these tests and the processes that they start. Imports no torch."""
+"""Sample entries for tests and the processes that they start. Must not import torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cgtool.store.units import UnitStore
 
 FACTS = "cd" * 32
 UNIT = "ab" * 32
-#: A machine with a GPU, of which all is known.
+#: A fully described machine with a GPU.
 MACHINE = Machine(
     torch={"version": "2.13.0+cu130", "version_git": "cf30", "with_cuda": "13.0", "with_hip": None},
     triton="3.7.0",
@@ -93,7 +93,7 @@ def files_of(text: str) -> dict[str, bytes]:
 
 
 def publish(root: Path, text: str = "one", *, level: int = 3, rank: int = 0, prefix: str = "backbone") -> RankName:
-    """Publish an entry of one artifact whose every part says `text`."""
+    """Publish an entry of one artifact with `text` in each of its parts."""
     to = writer(root, level=level, rank=rank, prefix=prefix)
     row = put_row(to, data=text.encode())
     to.publish(manifest_of(to, (row,), model=text), files_of(text))
@@ -101,7 +101,7 @@ def publish(root: Path, text: str = "one", *, level: int = 3, rank: int = 0, pre
 
 
 def read_whole(root: Path, name: RankName) -> str | None:
-    """Read everything of an entry made by `publish` and return what it says; a mixture is an error."""
+    """Read all parts of an entry made by `publish` and return their text; a mixture is an error."""
     entry = read_entry(CacheLayout(root=root), name, files=tuple(files_of("")))
     return None if entry is None else text_of(entry)
 
@@ -115,7 +115,7 @@ def text_of(entry: Entry) -> str:
 
 
 def view(root: Path) -> dict[str, object]:
-    """What readers make of a cache: each rank's rows, the bytes of its files and artifacts, and who signed it."""
+    """The content of a cache as readers see it: each rank's rows, its files and artifacts, and its signers."""
     layout = CacheLayout(root=root)
     found: dict[str, object] = {}
     for hash_ in layout.hashes():
@@ -136,15 +136,15 @@ def view(root: Path) -> dict[str, object]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Names of hidden files: what is being published, or was when its writer died."""
+    """The names of hidden files, which are being published or were left behind by a dead writer."""
     return sorted(path.name for path in root.rglob(".*") if path.is_file())
 
 
-# What other processes run.
+# Functions that other processes run.
 
 
 def publish_times(root: Path, texts: tuple[str, ...], times: int, until: Path | None = None) -> None:
-    """Publish each of some texts so many times, and on until a file is there."""
+    """Publish each text `count` times, and then until a file exists."""
     for done in itertools.count(1):
         for text in texts:
             publish(root, text)
@@ -182,7 +182,7 @@ def no_flock(number: int = errno.ENOLCK) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """A process that can open no file more."""
+    """A process that has reached its limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     kept = []
@@ -199,7 +199,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def run_beside(*work: tuple[Callable[..., None], tuple[object, ...]]) -> None:
-    """Call functions with their arguments, each in a process of its own and all at a time, and see that none fails."""
+    """Call functions with their arguments concurrently, each in its own process, and check that none fails."""
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=function, args=arguments) for function, arguments in work]
     for process in processes:
@@ -220,14 +220,14 @@ def with_shape(row: Row, shape: str) -> Row:
 
 
 def sealed(record: Mapping[str, object]) -> bytes:
-    """Any fields as JSON under a seal that fits."""
+    """Arbitrary fields as JSON with a valid seal."""
     kept = {name: value for name, value in record.items() if name != "sha256"}
     body = json.dumps(kept, indent=1).removesuffix("\n}").encode()
     return body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def resealed(data: bytes, change: Callable[[dict[str, Any]], object] | dict[str, Any]) -> bytes:
-    """The text of a sealed file whose fields were changed, under a seal that fits."""
+    """The text of a sealed file with changed fields and a valid seal."""
     record = json.loads(data)
     if callable(change):
         change(record)

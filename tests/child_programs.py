@@ -1,4 +1,4 @@
-"""What children of the tests do: each request names a deed."""
+"""Programs for children in tests; each request names an action."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _leave():
 
 
 def _start_far():
-    """Start a process in a session of its own that hears no SIGTERM, and leave."""
+    """Start a process in another session that ignores SIGTERM, and exit."""
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     command = [sys.executable, "-c", f"import signal, time; {deaf}"]
     far = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
@@ -57,7 +57,7 @@ def _start_far():
 
 
 def _hold_the_lock():
-    """Sleep in C without giving up Python's lock, deaf to SIGTERM."""
+    """Sleep in C while holding the GIL, ignoring SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.PyDLL(None).sleep(600)
 

@@ -1,4 +1,4 @@
-"""Runs the installed command as a user does, quickly: in forks of processes that imported what it needs."""
+"""Runs the installed command quickly, in forks of processes that have already imported what it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMAND = (sys.executable, "-m", "cgtool")
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What came of a run."""
+    """The result of a run."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class Ran:
 
     @property
     def report(self) -> Any:
-        """The JSON on stdout, which must be all that is there."""
+        """The JSON on stdout, which must not contain anything else."""
         return json.loads(self.out)
 
 
@@ -45,24 +45,24 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **changes}
 
 
-#: The values of PYTHONPATH for which a process is kept that started with it.
+#: The values of PYTHONPATH for which there is a server process.
 _kept: set[str] = set()
 
 
 def keep(env: dict[str, str]) -> dict[str, str]:
-    """Have commands with this environment run in forks of a process that started with its PYTHONPATH; return it."""
+    """Run commands with this environment in forks of a server with its PYTHONPATH; return the environment."""
     _kept.add(env["PYTHONPATH"])
     return env
 
 
 def needs_fresh_process(env: Mapping[str, str] | None) -> bool:
-    """Return whether a variable decides how Python or torch start, and no process is kept that started so."""
+    """Return whether a variable affects the start of Python or torch, and there is no server that started with it."""
     decide = {name: value for name, value in (env or {}).items() if name.startswith(("PYTHON", "TORCH", "TRITON"))}
     return not (decide.keys() <= {"PYTHONPATH"} and decide.get("PYTHONPATH") in {None, *_kept})
 
 
 def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, forks: bool = False) -> Ran:
-    """Run `cgtool` to its end, as a process of its own: in a fork of one that has imported what is slow to import.
+    """Run `cgtool` to its end in its own process: a fork of one that has imported the slow modules.
 
     What Python or torch reads of the environment as it starts needs a fresh process. Where it `forks`, its children
     are forks, too.
@@ -111,12 +111,12 @@ def forked(
 
 @functools.cache
 def torch_server() -> Server:
-    """Return what runs programs in forks of a process that has imported torch and what loads, and no compiler."""
+    """Return the server that runs programs in forks of a process with torch and the runtime, without the compiler."""
     return Server("torch", "cgtool.models", "cgtool.api", "cgtool.runtime.find", "cgtool.runtime.generate")
 
 
 def start(*arguments: object, env: Mapping[str, str] | None = None) -> Running:
-    """Start `cgtool` in a session of its own, to be sent signals; forked as by `run`."""
+    """Start `cgtool` in a new session, for tests that send signals; forked as by `run`."""
     words = [str(argument) for argument in arguments]
     return _server_for(words, env).start("cgtool", Path.cwd(), environment(**(env or {})), words)
 
@@ -128,7 +128,7 @@ def _server_for(words: list[str], env: Mapping[str, str] | None) -> Server:
 
 
 _LIGHT = ("cgtool.cli.main", "rich.console", "rich.table", "rich.text", "cgtool.cli.inspect", "cgtool.toolkit.listing")
-#: What a command that traces imports, and what the first trace of a process has Dynamo import: 500 modules.
+#: The imports of a command that traces, and those of Dynamo's first trace: 500 modules.
 HEAVY = (
     *("cgtool.cli.main", "torch", "torch._dynamo", "cgtool.models", "cgtool.compiler.pipeline"),
     *("cgtool.cli.warm", "cgtool.toolkit.warm", "cgtool.compiler.stitch", "cgtool.compiler.tracers", "rich.text"),
@@ -144,10 +144,10 @@ sys.path.insert(0, sys.argv[1])
 import cli_harness
 del sys.path[0]
 for name in sys.argv[2:]:
-    with contextlib.suppress(ImportError):  # another torch may lack it
+    with contextlib.suppress(ImportError):  # missing in some versions of torch
         importlib.import_module(name)
 gc.freeze()
-gc.disable()  # a fork lives for a moment
+gc.disable()  # forks are short-lived
 os.fsync = lambda descriptor: None  # as in conftest.py
 
 def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
@@ -166,7 +166,7 @@ def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    tempfile.tempdir = None  # which a variable names
+    tempfile.tempdir = None  # set by a variable
     added = [one for one in variables.get("PYTHONPATH", "").split(os.pathsep) if one not in {"", *sys.path}]
     sys.path[1:1] = added
     for descriptor in descriptors[:1] if program == "cgtool" else descriptors[2:3]:
@@ -189,10 +189,10 @@ def begin(program, cwd, variables, arguments, out, err, alone, descriptors):
         except BaseException:
             sys.excepthook(*sys.exc_info())
             code = 1
-    threading._shutdown()  # what a process does as it ends: it waits for its threads
+    threading._shutdown()  # wait for threads, as at the end of a process
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # taking torch's modules apart touches every page of them
+    os._exit(code)  # tearing down torch's modules would touch all of their pages
 
 requests, asked, running = socket.socket(fileno=os.dup(0)), select.poll(), {}
 asked.register(0, select.POLLIN)
@@ -236,7 +236,7 @@ class Running:
 
     @property
     def err(self) -> str:
-        """What is on stderr so far."""
+        """The output on stderr so far."""
         return Path(self._err.name).read_text()
 
     def is_over(self) -> bool:
@@ -244,12 +244,12 @@ class Running:
         return self._server.code_of(self.pid, secs=0.0) is not None
 
     def says(self, line: str) -> None:
-        """Wait until a line of stderr begins so."""
+        """Wait for a line on stderr with this prefix."""
         while not any(said.startswith(line) for said in self.err.splitlines(keepends=True) if said.endswith("\n")):
             assert self._server.code_of(self.pid, secs=0.02) is None, f"it ended without {line!r}: {self.err}"
 
     def end(self, secs: float | None = None) -> Ran:
-        """Wait for its end, for so long at most; then it is killed, and that is a failure."""
+        """Wait for its end; kill it and fail on timeout."""
         code = self._server.code_of(self.pid, secs=secs)
         if code is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -284,13 +284,13 @@ class Server:
     def run(
         self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str], *descriptors: int
     ) -> Ran:
-        """Run a program to its end, and give it these open files."""
+        """Run a program to its end with these open files."""
         return Running(self, [program, str(cwd), variables, arguments], *descriptors, alone=False).end()
 
     def start(
         self, program: str, cwd: Path, variables: Mapping[str, str], arguments: list[str], *talks: int
     ) -> Running:
-        """Start a program in a session of its own; a script may have one end of a connection to read and write."""
+        """Start a program in a new session; a script may get one end of a socket pair."""
         return Running(self, [program, str(cwd), variables, arguments], *talks, alone=True)
 
     def _end(self) -> None:
@@ -298,27 +298,27 @@ class Server:
         self._process.communicate()
 
     def begin(self, request: list[Any], *descriptors: int) -> int:
-        """Have a process forked, and given these open files; return its id."""
-        with self._lock:  # or another thread would hear what this one waits for
+        """Fork a process with these open files and return its id."""
+        with self._lock:  # so that no other thread reads the reply
             socket.send_fds(self.requests, [json.dumps(request).encode()], descriptors)
             while (said := self._hear(None))[1] != "began":
                 pass
             return int(said[0])
 
     def code_of(self, pid: int, *, secs: float | None) -> int | None:
-        """Wait for the end of a process; return its exit code, or None where it still runs then."""
+        """Wait for the end of a process; return its exit code, or None on timeout."""
         until = None if secs is None else time.monotonic() + secs
         while True:
             with self._lock:
                 if pid in self._over:
                     return self._over[pid]
-                turn = time.monotonic() + 0.05  # of this thread; then another one may begin something
+                turn = time.monotonic() + 0.05  # then give other threads a chance
                 heard = self._hear(turn if until is None else min(turn, until))
             if heard is None and until is not None and time.monotonic() >= until:
                 return None
 
     def _hear(self, until: float | None) -> list[str] | None:
-        """Return the next line of the server in words, or None where there is none in time."""
+        """Return the words of the server's next line, or None on timeout."""
         while b"\n" not in self._said:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([self._process.stdout], [], [], left)[0]:
@@ -329,14 +329,14 @@ class Server:
         line, _, self._said = self._said.partition(b"\n")
         pid, word = line.decode().split()
         if word == "began":
-            self._over.pop(int(pid), None)  # of a process that had this number before
+            self._over.pop(int(pid), None)  # of an earlier process with this id
         else:
             self._over[int(pid)] = int(word)
         return [pid, word]
 
 
 class ForkedChild:
-    """Stands where `cgtool.processes` has its `subprocess.Popen`: a server forks the child, and its children."""
+    """Replaces `subprocess.Popen` in `cgtool.processes`: a server forks the child."""
 
     def __init__(self, requests: socket.socket, command: list[str], **how: Any) -> None:
         paths, _, program = command[-3:]
@@ -351,7 +351,7 @@ class ForkedChild:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code where it has ended."""
+        """Return its exit code if it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
@@ -365,8 +365,8 @@ class ForkedChild:
         return self.returncode
 
     def _hear(self, timeout: float | None) -> list[str]:
-        """Return the next line of the server in words."""
-        if b"\n" not in self._said:  # it may have said how the child ended together with that it began
+        """Return the words of the server's next line."""
+        if b"\n" not in self._said:  # one read can contain both the start and the end of the child
             if not select.select([self._answers], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("child", timeout)
             self._said += os.read(self._answers, 1 << 10)
@@ -377,7 +377,7 @@ class ForkedChild:
 
 
 def fork_children(requests: socket.socket) -> None:
-    """Have a server fork the children of this process."""
+    """Make a server fork the children of this process."""
     from cgtool import processes
 
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
@@ -386,7 +386,7 @@ def fork_children(requests: socket.socket) -> None:
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Have children forked off a process that has imported torch and Dynamo, where how they start is not asked."""
+    """Fork children from a process that has imported torch and Dynamo, for tests that do not test their start."""
     from cgtool import processes
 
     started = processes.subprocess
@@ -397,5 +397,5 @@ def forking() -> Iterator[None]:
 
 @functools.cache
 def server(path: str | None, *, with_torch: bool) -> Server:
-    """Return what runs commands in forks, with PYTHONPATH where one is kept for it."""
+    """Return the server for commands, with PYTHONPATH if there is one for its value."""
     return Server(*(HEAVY if with_torch else _LIGHT), env=None if path is None else {"PYTHONPATH": path})

@@ -1,4 +1,4 @@
-"""What every test shares: a home of its own, one folder for compiled kernels, a cache root, and disks with a flaw."""
+"""Shared fixtures: an isolated home, one folder for compiled kernels, a cache root, and faulty disks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# What is collected, and cgtool, is kept compiled, whatever the environment says: many processes import it again.
+# Write bytecode of tests and cgtool regardless of the environment: many processes import them again.
 WRITES_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 from cli_harness import keep  # noqa: E402
@@ -26,15 +26,15 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
 
-# Several workers and what they start share two cores: a thread that has nothing to do must not spin for another one.
+# Workers and their children share two cores, so idle threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A warm waits for the disk some thirty times, and no test cuts the power. What counts system calls makes them all.
+# A warm syncs some thirty times, and no test cuts the power. Tests that count system calls restore fsync.
 os.fsync = lambda descriptor: None
 
 TESTS = Path(__file__).parent
 
-# A busy machine draws examples slowly, which says nothing of the code. Under CI, Hypothesis' own profile is the parent.
+# A busy machine generates examples slowly, which is no fault. Under CI, Hypothesis' own profile is the parent.
 settings.register_profile(
     "cgtool", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -50,14 +50,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let workers take files in the order of `pytest_collection_modifyitems`: xdist has those of many tests first."""
+    """Keep the order of `pytest_collection_modifyitems`; xdist would start with the files of many tests."""
     config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(TESTS.parent / "cgtool", quiet=2)
 
 
 def pytest_collection_finish() -> None:
-    """Modules that tests write and change are not kept compiled, where the environment says so.
+    """Disable bytecode for modules that tests write and change, if the environment requests it.
 
     What was imported so far lives as long as this process, so that looking for garbage among it is wasted time. So is
     counting it: Python does so object by object, and each load asks whether there is any.
@@ -70,19 +70,19 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Let pytest's last search for garbage, of ten rounds, pass over what ends with this process."""
+    """Freeze objects before pytest's final garbage collection, whose ten rounds are slow and useless."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first whose files have few tests and take longest, so that short ones even out the end."""
+    """Start with the longest files of few tests, so that short ones fill up the end."""
     order = {name: place for place, name in enumerate(("e2e", "soundness", "cli", "compiler"))}
     items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order)))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Name a long value by its length: a test's name is written to its environment, its folders and the report."""
+    """Replace a long value by its length in test ids, which become part of environments, folders and reports."""
     if isinstance(val, (str, bytes)) and len(val) > 200:
         return f"{argname} of {len(val)}"
     return None
@@ -90,7 +90,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home without the user's caches and settings, for this process and those that it starts."""
+    """A home without the user's caches and settings, for this process and its children."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
@@ -102,7 +102,7 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_as_it_was(isolated_home: Path) -> Iterator[None]:
-    """Put back what a file changed for this whole process, since any other file may be next."""
+    """Restore process-wide state after each file."""
     variables, folder, settings = dict(os.environ), Path.cwd(), _torch_settings()
     yield
     for name in os.environ.keys() - variables.keys() | {n for n in variables if os.environ.get(n) != variables[n]}:
@@ -130,7 +130,7 @@ def _torch_settings() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """Put back cgtool's log, which a command run in this process sends to its own output.
+    """Restore cgtool's logger, which a command run in this process redirects to its output.
 
     Before a test too: fixtures of a module and of the session run commands as well, and run before this one.
     """
@@ -142,7 +142,7 @@ def log_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return an environment in which a distribution that brings an adaptor is installed (worded_adaptor.py)."""
+    """Return an environment with a distribution that provides an adaptor (worded_adaptor.py)."""
     site = tmp_path_factory.mktemp("site")
     metadata = site / "worded-1.0.dist-info"
     metadata.mkdir()
@@ -154,7 +154,7 @@ def worded_site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def worded_here(worded_site: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make what `worded_site` installs known to this process, which may have looked before, and to its children."""
+    """Make the distribution of `worded_site` available in this process and its children."""
     from cgtool import adaptor_registry
 
     monkeypatch.setenv("PYTHONPATH", worded_site["PYTHONPATH"])
@@ -166,7 +166,7 @@ def worded_here(worded_site: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def cache_root(tmp_path: Path) -> Path:
-    """Where a test's cache goes; the folder does not exist yet."""
+    """The root of a test's cache; the folder does not exist yet."""
     return tmp_path / "cache"
 
 
@@ -183,7 +183,7 @@ def _unmount(path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB; skipped where this process may not mount."""
+    """A file system of 512 KiB; skips the test if this process cannot mount."""
     folder = tmp_path / "small"
     folder.mkdir()
     _mount("-t", "tmpfs", "-o", "size=512k,mode=755", "tmpfs", str(folder))
@@ -193,7 +193,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def read_only() -> Iterator[Callable[[Path], Path]]:
-    """Makes a folder read-only for everyone, root too; skipped where this process may not mount."""
+    """Makes a folder read-only, even for root; skips the test if this process cannot mount."""
     mounted = []
 
     def make(folder: Path) -> Path:

@@ -19,7 +19,7 @@ SAMPLES = {
     "mega_cache": "mega_cache",
     "compiled_artifact": "compiled_artifact",
 }
-#: When all files of the samples say that they were written.
+#: The modification time of all files of the samples.
 WRITTEN = "2026-11-21T12:00:00.000Z"
 
 HASH = "torch_compile_cache/1572951577"
@@ -33,7 +33,7 @@ SCALE = "GH3I6RWKZUZXIUPED6PSHIIXCCFXMBSHBB577KUBWIVR7HYUXOYQ"
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """Unpack a sample into a folder and return where it lies."""
+    """Unpack a sample into a folder and return its path."""
     folder.mkdir(exist_ok=True)
     with tarfile.open(CACHES / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
@@ -50,7 +50,7 @@ def artifact_of(entry: ForeignEntry, path: str) -> ForeignArtifact:
     return artifact
 
 
-#: Unpickling this makes a file.
+#: Unpickling this creates a file.
 BOMB = b"\x80\x04cposix\nsystem\n(S'touch HARM'\ntR."
 
 

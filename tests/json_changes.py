@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-#: What a stranger would try in a field.
+#: Values that an attacker would try in a field.
 ODD = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 1.5, "", ".", "..", "/", "\0", "x" * 300, "é", "\ud800"),
     *([], {}, [[]], [0, 0, 2**40], {"": 0}, "../../x", "general"),
@@ -12,7 +12,7 @@ ODD = (
 
 
 def mutated_json(value: object, pick: random.Random) -> object:
-    """Change one place of a document."""
+    """Change one value of a document."""
     if isinstance(value, dict) and value and pick.random() < 0.85:
         key = pick.choice(list(value))
         match pick.randrange(8):

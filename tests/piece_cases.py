@@ -1,4 +1,4 @@
-"""Pieces written by hand, one for each thing that a real model's piece may do to a compiler."""
+"""Handwritten pieces, one for each feature of real pieces that compilers must handle."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def graph(inputs, nodes, outputs, *, symbols=(("s0", 2, None),), facts=(), alias
 
 
 def with_results(piece):
-    """Return `piece` with the results that it has on fake inputs."""
+    """Return `piece` with its results on fake inputs."""
     from cgtool.compiler.fx_piece import rebuild
     from cgtool.graph.values import tensor_meta
 
@@ -267,7 +267,7 @@ CASES = {
     ),
 }
 
-#: A cat of two memory formats: eager gives the first's, and the trace promised the second's.
+#: A cat of two memory formats: eager returns the first, the trace recorded the second.
 OTHERWISE_LAID = graph(
     [tensor("s0", 3, 4, 4), tensor("s0", 3, 4, 4, stride=(48, 1, 12, 3))],
     [call("torch.cat", ["%0", "%1"], 1)],
@@ -298,7 +298,7 @@ def inputs_of(case, sizes, seed=0):
 
 
 def same_as_eager(run, case, sizes, change=lambda tensors: tensors, *, strides=True):
-    """Hold one call to what the piece gives op by op: values, strides, writes, and what shares memory with what."""
+    """Compare one call with the piece run op by op: values, strides, writes and aliasing."""
     from cgtool.runtime.op_by_op import piece_function
 
     ours, theirs = change(inputs_of(case, sizes)), change(inputs_of(case, sizes))
@@ -312,13 +312,13 @@ def same_as_eager(run, case, sizes, change=lambda tensors: tensors, *, strides=T
 
 
 def _sharing(inputs, outputs):
-    """Return which outputs share their storage with which inputs and earlier outputs."""
+    """Return which outputs share storage with which inputs and earlier outputs."""
     storages = [tensor.untyped_storage().data_ptr() or id(tensor) for tensor in (*inputs, *outputs)]
     return [[one == other for other in storages[:n]] for n, one in enumerate(storages)]
 
 
 def in_a_process(source, *args, cwd=None, **changes):
-    """Run a program, whose first argument is the folder of this file, and return what it prints."""
+    """Run a program with the folder of this file as its first argument, and return its output."""
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", source, str(here), *map(str, args)],

@@ -1,4 +1,4 @@
-"""Custom ops of a user, one for each kind of argument and result; importing this registers them."""
+"""Custom ops, one for each kind of argument and result; importing this module registers them."""
 
 from __future__ import annotations
 

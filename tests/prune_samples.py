@@ -1,4 +1,4 @@
-"""Caches to prune, and what other processes do to them. Imports no torch."""
+"""Caches to prune, and concurrent changes to them. Must not import torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lay(
     factors: tuple[Factor, ...] = (),
     facts: str | None = None,
 ) -> RankName:
-    """Publish an entry whose artifacts are units of the cache; equal pieces of two entries are one unit.
+    """Publish an entry whose artifacts are units of the cache; entries share the units of equal pieces.
 
     Args:
         number: Which entry; another one has another hash.
@@ -79,7 +79,7 @@ def facts_of(model: str) -> str:
 
 
 def is_whole(root: Path, name: RankName) -> bool:
-    """Whether an entry is there; one of which a part is missing is an error."""
+    """Return whether an entry exists; an incomplete entry is an error."""
     layout = CacheLayout(root=root)
     entry = read_entry(layout, name, files=("plan.json", "computation_graph.py", "transformed_code.py"))
     if entry is None:
@@ -100,6 +100,6 @@ def files_in(root: Path) -> set[str]:
 
 
 def rest(path: Path, secs: float) -> None:
-    """Make a file or folder look unchanged for so long."""
+    """Make a file or folder appear unchanged for some time."""
     at = path.lstat().st_mtime - secs
     os.utime(path, (at, at), follow_symlinks=False)

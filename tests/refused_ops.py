@@ -1,4 +1,4 @@
-"""Ops that code of AOTInductor cannot call, each for a reason of its own, and a model around one of them."""
+"""Ops that AOTInductor cannot call, each for a different reason, and a model with one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _op("nested(Tensor x, int[][] how) -> Tensor", lambda x, how: x * how[1][0], lam
 _op("bounded(Tensor x, float most) -> Tensor", lambda x, most: x.clamp(max=most), lambda x, most: torch.empty_like(x))
 _op("summed(Tensor x, int[] dims) -> Tensor", lambda x, dims: x * (1 + sum(dims)), lambda x, dims: torch.empty_like(x))
 
-#: The name of the op → its call. Of the first its schema tells, of the others a package that was built.
+#: The name of each op → its call. The schema of the first shows it; of the others, only a package does.
 CALLS = {
     "nested": lambda x: torch.ops.cgtool_refused.nested(x, [[1], [3]]),
     "bounded": lambda x: torch.ops.cgtool_refused.bounded(x, float("inf")),
@@ -28,7 +28,7 @@ CALLS = {
 
 
 class Model(nn.Module):
-    """A layer, the call, and another layer: two pieces that are equal."""
+    """A layer, the call, and another layer: two equal pieces."""
 
     def __init__(self, name):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real system calls of a real process: counted, failed, and died at, one after the other, by strace.
+"""Real system calls of a process, counted, failed or killed at one by one with strace.
 
 The process is a fork of this one, so what it needs is imported already. It waits until strace is attached to it, and
 strace counts the calls of each name in each thread from there on. What is done to a call of the first thread is done to
@@ -26,23 +26,23 @@ from pathlib import Path
 
 import pytest
 
-#: Calls that change what lies on a disk.
+#: Calls that change files.
 CHANGES = (
     "write,pwrite64,writev,sendfile,copy_file_range,ftruncate,fallocate,fsync,fdatasync,rename,renameat,renameat2,"
     "link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat,chmod,fchmod,fchmodat,utimensat"
 )
-#: Calls that also look at it.
+#: Calls that also read files.
 ALL = f"{CHANGES},openat,read,pread64,newfstatat,statx,getdents64,mmap"
 
 _FLUSHES = ("fsync", "fdatasync")
-#: A call that failed, or a file that is opened as it lies there.
+#: A failed call, or a file that is opened without being created.
 _IDLE = re.compile(r"= -1 E[A-Z]+ \([^)]*\)$|^AT_FDCWD(?!.*\bO_CREAT\b).*\bO_(RDONLY|RDWR|WRONLY)\b")
 _LINE = re.compile(r"^(?P<pid>\d+) +(?P<name>\w+)\((?P<arguments>.*)$")
 _PR_SET_PTRACER = 0x59616D61
 _ATTACH_SECS = 20.0
-#: SIGALRM ends what hangs.
+#: SIGALRM ends hanging actions.
 _MOST_SECS = 600
-#: It once failed to attach for no reason that it told.
+#: strace sometimes fails to attach without giving a reason.
 _ATTEMPTS = 2
 
 
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def changed(self) -> bool:
-        """Whether it changed what others see."""
+        """Whether it changed files that others see."""
         return self.name not in _FLUSHES and not _IDLE.search(self.text)
 
 
@@ -76,7 +76,7 @@ class Ended:
 
 
 def ended_of(action: Callable[[], object]) -> Ended:
-    """Run an action in a fork, by itself."""
+    """Run an action in a fork."""
     with tempfile.TemporaryFile() as words:
         child, go = _forked(action, words.fileno())
         os.write(go, b"!")
@@ -88,7 +88,7 @@ def ended_of(action: Callable[[], object]) -> Ended:
 
 
 def calls_of(action: Callable[[], object], *, names: str = CHANGES, under: Path | None = None) -> list[Call]:
-    """Run an action in a fork and return the system calls that it makes, each once, in their order.
+    """Run an action in a fork and return its system calls in order, without duplicates.
 
     Args:
         action: What is run; it must come to its end.
@@ -112,7 +112,7 @@ def calls_of(action: Callable[[], object], *, names: str = CHANGES, under: Path 
 
 
 def killed_at(call: Call, action: Callable[[], object]) -> bool:
-    """Run an action in a fork that gets SIGKILL instead of making a call.
+    """Run an action in a fork that is killed instead of making a call.
 
     Returns:
         Whether it was killed; False where it came to its end without making the call.
@@ -147,7 +147,7 @@ def each_kill(start: Path, work: Path, action: Callable[[], object], *, stride: 
 
 
 def copy_anew(start: Path, work: Path) -> None:
-    """Copy a folder with the links between its files, in place of what is there; it may be missing."""
+    """Replace a folder by a copy with the links between its files; the source may be missing."""
     shutil.rmtree(work, ignore_errors=True)
     if start.exists():
         subprocess.run(["cp", "-a", start, work], check=True)
@@ -228,7 +228,7 @@ def _forked(action: Callable[[], object], words: int) -> tuple[int, int]:
         os.close(go)
         os.dup2(words, 2)
         sys.stderr = os.fdopen(2, "w", closefd=False)
-        os.fsync = posix.fsync  # which conftest.py takes away
+        os.fsync = posix.fsync  # conftest.py disables it
         # From here on calls are counted; the one in which strace finds it is so at times, and nobody asks for it.
         os.close(say)
         select.select([wait], [], [])
@@ -246,7 +246,7 @@ def _forked(action: Callable[[], object], words: int) -> tuple[int, int]:
 
 
 def _is_attached(child: int, tracer: subprocess.Popen[bytes]) -> bool:
-    """Wait until strace has the process, and all its threads."""
+    """Wait until strace has attached to the process and all its threads."""
     end = time.monotonic() + _ATTACH_SECS
     while time.monotonic() < end and tracer.poll() is None:
         tracers = list(_tracers(child))

@@ -1,4 +1,4 @@
-"""Adaptors of others: their names, and what is said of one that cannot be used."""
+"""Third-party adaptors: their names, and errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgtool.plan.pieces import KINDS, kind_of
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch, tmp_path):
-    """Lay out a distribution's metadata, and forget what this process found before."""
+    """Create the metadata of a distribution, and reset the registry."""
     monkeypatch.setattr(adaptor_registry, "_registered", {})
     adaptor_registry._installed.cache_clear()
 

@@ -1,4 +1,4 @@
-"""`CompilationConfig`: every field's values, its kind, contradictions, and what is read from the environment."""
+"""`CompilationConfig`: values and kinds of fields, contradictions, and the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cgtool.errors import ConfigError
 from cgtool.host import code_variables, environment
 from cgtool.plan.grammar import canonical_json
 
-#: Each field: its kind, and a value that is not its default, in the form in which the record holds it.
+#: Each field: its kind, and a non-default value in canonical form.
 FIELDS_BY_NAME = {
     "level": ("key", CompilationLevel.DYNAMO_ONCE),
     "splitting_ops": ("key", ("toy::attn",)),
@@ -60,7 +60,7 @@ def test_every_field_has_the_expected_kind():
 
 
 def test_every_field_is_documented_with_its_kind_and_default():
-    documented = inspect.getdoc(CompilationConfig) or ""  # Python 3.13 takes the indentation off
+    documented = inspect.getdoc(CompilationConfig) or ""  # Python 3.13 removes the indentation
     for name, kind in KINDS.items():
         words, after = documented.split(f"\n    {name}: ")[1].split("Kind: ", 1)
         assert after.startswith(f"{kind}."), name
@@ -195,7 +195,7 @@ def test_an_invalid_value_is_an_error_that_names_the_field(name, value, says):
 def test_fields_that_contradict_each_other_are_refused(fields, says):
     with pytest.raises(ConfigError, match=says):
         CompilationConfig(**fields)
-    for name in fields:  # each alone is fine
+    for name in fields:  # each alone is valid
         CompilationConfig(**{name: fields[name]})
 
 
@@ -335,7 +335,7 @@ def test_any_mapping_gives_a_configuration_or_a_config_error(values):
     try:
         config = CompilationConfig.from_mapping(values)
     except ConfigError as error:
-        assert error.path in FIELDS  # noqa: PT017  either end is fine, a third is not
+        assert error.path in FIELDS  # noqa: PT017  both outcomes are valid
     else:
         assert CompilationConfig.from_mapping(config.to_json()) == config
 

@@ -1,4 +1,4 @@
-"""The models that come with the clone: each traces whole, with no guard that a request could fail, at every size."""
+"""The example models: each traces to one graph that covers every size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cgtool.ops import registered_splitting_ops
 pytestmark = pytest.mark.torch
 
 FOLDER = Path(__file__).parent.parent / "fixtures"
-#: How many layers each has when nobody asks for another number.
+#: The default number of layers of each model.
 MODELS = {"tiny_llama": 4, "tiny_moe": 2, "tiny_encoder": 2, "tiny_vision": 2}
 ATTENTION = "cgtool_fixtures::attention_with_output"
 
@@ -37,7 +37,7 @@ def bound(spec):
 
 
 def resized(spec, sizes):
-    """Arguments like the example's where each named dimension has another size; the values go on as a pattern."""
+    """Arguments like the example's with other sizes of named dimensions, filled with a pattern."""
     arguments = {}
     for name, tensor in bound(spec).items():
         dims = {index: dim if isinstance(dim, str) else dim[0] for index, dim in spec.dynamic[name].items()}
@@ -46,7 +46,7 @@ def resized(spec, sizes):
         if name == "positions":
             arguments[name] = torch.arange(numel)
         elif name == "attention_mask":
-            # Each row keeps at least one token, and no two rows of the first few keep the same number.
+            # Each row keeps at least one token, and the first rows keep different numbers of tokens.
             arguments[name] = (torch.arange(shape[1]) <= torch.arange(shape[0]).unsqueeze(1)).to(torch.int64)
         elif tensor.is_floating_point():
             arguments[name] = torch.linspace(-2, 3, numel, dtype=tensor.dtype).cos().view(shape)
@@ -74,7 +74,7 @@ def assert_close(actual, expected):
 
 
 class Recorder:
-    """A backend that keeps the graphs, and the guards that the trace put on sizes."""
+    """A backend that records the graphs and the guards on sizes."""
 
     def __init__(self):
         self.graphs = []
@@ -112,7 +112,7 @@ def trace(spec, arguments=None, mode=None):
 
 
 def text_of(gm):
-    """The graph as text, without the types of its placeholders: FakeTensor here, Parameter there."""
+    """The graph as text without the types of placeholders, which differ between fake and real weights."""
     for node in gm.graph.nodes:
         node.type = None
     return str(gm.graph)
@@ -156,7 +156,7 @@ def test_it_traces_to_one_graph_with_an_attention_per_layer_and_no_guards_on_siz
     recorded = traced(name)
     assert len(recorded.graphs) == 1
     assert len(attention_nodes(recorded.graphs[0].graph)) == MODELS[name]
-    # Dimensions of one name are equal, and the encoder's position table ends at 128. Nothing else.
+    # Only equality of dimensions with one name, and the length of the encoder's position table, 128, are guarded.
     others = [guard for guard in recorded.guards if not guard.startswith("Eq(s")]
     assert [guard.split(" ", 1)[1] for guard in others] == (["<= 128"] if name == "tiny_encoder" else [])
     assert all(

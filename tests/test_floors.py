@@ -1,4 +1,4 @@
-"""The house rules, read from the source: floors, folders, who may import torch, who reads the environment."""
+"""Rules on the source: which modules may import which, use torch, or read the environment."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FLOORS = {
     "guards": 1,
     "plan": 0,
 }
-#: Folders (and floor 0) that start without torch.
+#: Folders (and floor 0) that load without torch.
 TORCH_FREE = {"cli", "toolkit", "executors", "remote", "store", "plan", ""}
-#: Programs of a bench's children, which measure torch; the rest of their room starts without it.
+#: Programs of a bench's children, which measure torch; the rest of their folder loads without it.
 MEASURING = {f"toolkit/bench/{name}.py" for name in ("_torch", "calls", "child")}
-#: Modules that an extra is for: they load where it is installed.
+#: Modules that need an optional dependency.
 NEEDS_EXTRA = {"remote/http.py", "remote/buckets.py", "remote/oci.py", "toolkit/image.py"}
-#: What the path from a warm cache to the first request may not load.
+#: Modules that a start from a warm cache must not import.
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 LIGHT_FOLDERS = {"runtime", "guards", "graph", "serving"}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -63,7 +63,7 @@ class File:
 
     @property
     def room(self) -> str:
-        """The folder of a stage, or the name of a file with a floor of its own, or "" for floor 0."""
+        """The folder of a stage, the name of a module with its own floor, or "" for floor 0."""
         first = self.path.split("/")[0].removesuffix(".py")
         return first if first in FLOORS else ""
 
@@ -92,7 +92,7 @@ def _imports(node: ast.AST, *, lazy: bool, typing_only: bool) -> Iterator[Import
                 yield Import(alias.name, child.lineno, lazy, typing_only)
         elif isinstance(child, ast.ImportFrom):
             module = "." * child.level + (child.module or "")
-            for alias in child.names:  # a name may be a submodule: cgtool.cli.text is both
+            for alias in child.names:  # a name may be a submodule, such as cgtool.cli.text
                 yield Import(f"{module}.{alias.name}", child.lineno, lazy, typing_only)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for statement in child.body:

@@ -1,4 +1,4 @@
-"""The gates of a change, run as CI runs them: ruff, mypy, and a reason beside each rule that is left out."""
+"""The checks of CI: ruff, mypy, and a reason for each ignored rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine says of itself: a compiler is asked once, and of a processor its instructions count."""
+"""`cgtool.host`: the version of the compiler, CPU flags, garbage collection."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_cpu_flags_of_instruction_sets_count(tmp_path, monkeypatch):
 
 
 def answers_in_a_fork(expected):
-    """Return whether a child made by fork is told the compiler's version; one that waits for ever is ended."""
+    """Return whether a forked child gets the compiler's version; a hanging child is ended."""
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -85,7 +85,7 @@ def test_a_fork_runs_the_compiler_again_while_the_parent_waits(tmp_path, monkeyp
         assert answers_in_a_fork("clang version 14.0.6")
         assert waiting.result() == "clang version 14.0.6"
     (path.parent / "runs").unlink()
-    assert answers_in_a_fork("clang version 14.0.6")  # what is known is not asked again
+    assert answers_in_a_fork("clang version 14.0.6")  # a known version is not queried again
     assert not (path.parent / "runs").exists()
 
 
@@ -118,15 +118,15 @@ def test_a_blank_cxx_means_the_default_compiler(monkeypatch):
 
 @pytest.fixture
 def no_frozen(monkeypatch):
-    monkeypatch.setattr(gc, "get_freeze_count", inspect.unwrap(gc.get_freeze_count))  # conftest.py has another one
+    monkeypatch.setattr(gc, "get_freeze_count", inspect.unwrap(gc.get_freeze_count))  # conftest.py replaces it
     gc.unfreeze()
     yield
     gc.collect()
-    gc.freeze()  # as all tests of this process find it
+    gc.freeze()  # restore the state of the session
 
 
 class Made:
-    """What garbage collection looks at."""
+    """An object that garbage collection visits."""
 
 
 @pytest.mark.usefixtures("no_frozen")
@@ -146,7 +146,7 @@ def test_frozen_objects_stay_frozen():
     gc.freeze()
     with gc_paused():
         pass
-    looked_at = {id(item) for item in gc.get_objects()}  # what is frozen is not among these
+    looked_at = {id(item) for item in gc.get_objects()}  # frozen objects are not among them
     assert looked_at.isdisjoint(map(id, made))
 
 

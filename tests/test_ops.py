@@ -1,4 +1,4 @@
-"""`cgtool.model`: the registry of splitting ops, and its list of attention ops."""
+"""`cgtool.ops`: the registry of splitting ops, and the list of attention ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgtool.ops import KNOWN_ATTENTION_OPS, register_splitting_op, registered_sp
 
 @pytest.fixture(autouse=True)
 def registry_of_this_test(monkeypatch):
-    """What is registered here would split the graphs of whichever file comes next."""
+    """Undo registrations, which would affect later files."""
     monkeypatch.setattr(ops, "_registered", dict(ops._registered))
 
 

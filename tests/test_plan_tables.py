@@ -70,7 +70,7 @@ def test_graphs_round_trip_and_share_frames():
     read = Graphs(rows)
     assert len(read) == len(GRAPHS)
     assert dict(read) == given_
-    # Three calls of attention have one frame; what decides how a line reads, an attribute or a dimension, is no hole.
+    # Three calls of attention share a frame; attributes and dimensions are not extracted as constants.
     assert len(rows.frames) == len(GRAPHS) - 3
     assert len({read.parts_of(GRAPHS[index].identity())[0] for index in range(3)}) == 1
     assert read.parts_of(GRAPHS[1].identity())[2] == ({"s": "layers.1"}, 3, {"f": "0.5"})

@@ -1,4 +1,4 @@
-"""Children answer, die with a name, are ended in time, and leave nothing running whoever dies."""
+"""Children answer, report how they died, are ended in time, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wait_until(check, secs=60.0):
         if check():
             return
         time.sleep(0.05)
-    pytest.fail("it did not come about in time")
+    pytest.fail("timed out")
 
 
 def test_a_child_answers_with_notes_data_and_its_log(child):

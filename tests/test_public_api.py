@@ -1,4 +1,4 @@
-"""`import cgtool`: the names, where they come from, and that types say the same as the running package."""
+"""`import cgtool`: the public names and their modules, at run time and for type checkers."""
 
 from __future__ import annotations
 

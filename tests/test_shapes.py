@@ -1,4 +1,4 @@
-"""Shapes name their dimensions: their text, what a user may leave out, and which of them is preferred."""
+"""Shapes: their text, optional names, and the orders of listings and dispatch."""
 
 from __future__ import annotations
 

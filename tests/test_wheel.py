@@ -1,4 +1,4 @@
-"""What `pip install` installs: the package whole, its command and its man pages, and nothing else."""
+"""The wheel contains exactly the package, its command and its man pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parent.parent
-#: As pyproject.toml asks of the build backend.
+#: The build backend's version in pyproject.toml.
 LEAST_SETUPTOOLS = 77
 
 _BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -27,9 +27,9 @@ def _has_backend():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The members of a wheel that was built of a copy, without a network."""
+    """The members of a wheel, built from a copy without a network."""
     if not _has_backend():
-        pytest.skip(f"the build backend is not here: pip install 'setuptools>={LEAST_SETUPTOOLS}'")
+        pytest.skip(f"the build backend is not installed: pip install 'setuptools>={LEAST_SETUPTOOLS}'")
     copy, built = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("built")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(REPO / name, copy)

@@ -1,4 +1,4 @@
-"""What a plan says, as a person would write it."""
+"""Rendering of literals, sources and guards for people."""
 
 from __future__ import annotations
 

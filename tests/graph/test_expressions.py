@@ -1,4 +1,4 @@
-"""Expressions over sizes: one grammar, which means the same wherever an expression is evaluated."""
+"""Expressions over sizes have the same meaning wherever they are evaluated."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ truths = st.recursive(
 
 
 def generated(text):
-    """Return the function that the runtime makes of an expression."""
+    """Return the function that the runtime generates for an expression."""
     code = Code("test")
     code.add(f"return {expression(text, ('s0', 's1'))}")
     return code.define("value", ["s0", "s1"])

@@ -1,8 +1,8 @@
-"""What the tests of the split share: toy ops, a capture through Dynamo, and an interpreter of what the split wrote.
+"""Shared helpers for tests of the split: toy ops, a capture with Dynamo, and an interpreter of its results.
 
-The interpreter knows nothing of the split: it decodes `PieceGraph` records and runs them on real tensors. In `hostile`
-mode it runs compiled pieces as the worst compiler would that keeps its promises: inputs of a piece are separate copies,
-what was written to is copied back, outputs are new memory. A piece that needs more is one that must not be compiled.
+The interpreter is independent of the split: it decodes `PieceGraph` records and runs them on real tensors. In `hostile`
+mode it runs compiled pieces like the worst correct compiler: inputs of a piece are separate copies, writes to them
+are copied back, and outputs are new memory. A piece that needs more must not be compiled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _define("pair(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x * 3), lambda x
 _define("bump_(Tensor(a!) x) -> ()", _bump_, lambda x: None)
 _define("bump_all_(Tensor(a!)[] xs) -> ()", _bump_all_, lambda xs: None)
 _define("scale(Tensor x, SymInt n) -> Tensor", lambda x, n: x * n, lambda x, n: torch.empty_like(x))
-# A fake implementation must not hand out one tensor twice.
+# A fake implementation must not return one tensor twice.
 _lib._register_fake("pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), allow_override=True)
 
 OPS = torch.ops.toysplit
@@ -78,7 +78,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: Sequence[tuple[in
 
     def backend(graph_module: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append(graph_module)
-        for node in graph_module.graph.find_nodes(op="placeholder"):  # gone when Dynamo is done
+        for node in graph_module.graph.find_nodes(op="placeholder"):  # removed when Dynamo is done
             node.meta["argument"] = getattr(node.meta["grapharg"].source, "local_name", None)
         return graph_module.forward
 
@@ -101,7 +101,7 @@ def toy_ops_in(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def symbol_values(graph_module: fx.GraphModule, result: SplitResult, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Return the variant's symbols as these inputs of the graph have them."""
+    """Return the values of the variant's symbols for these inputs of the graph."""
     values: dict[str, int] = {}
     inputs = [n for n in graph_module.graph.find_nodes(op="placeholder") if _is_tensor(n)]
     for node, tensor in zip(inputs, tensors, strict=True):
@@ -117,7 +117,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def graph_arguments(graph_module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return what the graph module takes, sizes included, for these tensors."""
+    """Return the arguments of the graph module, including sizes, for these tensors."""
     sizes: dict[Any, int] = {}
     waiting = iter(tensors)
     found: list[Any] = []

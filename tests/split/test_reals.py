@@ -1,4 +1,4 @@
-"""Sizes that come from real numbers: one operation or divisions serve every size; others are refused."""
+"""Sizes computed from real numbers: single operations and divisions are exact, others are refused."""
 
 from __future__ import annotations
 

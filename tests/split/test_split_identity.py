@@ -1,4 +1,4 @@
-"""Equal pieces have equal identities in every process; pieces that differ in anything that code depends on do not."""
+"""Equal pieces have equal identities in every process; pieces that compile to different code have different ones."""
 
 from __future__ import annotations
 

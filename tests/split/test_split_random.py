@@ -161,7 +161,7 @@ def run_and_compare(program, returned, dynamic) -> None:
         for step, i, j in program:
             step(pool, i, j)
         found = [_pick(pool, i) for i in returned]
-        # Both are used, or Dynamo would not pass them.
+        # Use both, or Dynamo would not pass them.
         return (*found, a.shape[0] + 1, a.sum() + b.sum())
 
     args = [torch.arange(92.0).reshape(23, 4) / 8, torch.arange(23.0) / 4]
