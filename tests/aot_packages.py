@@ -1,7 +1,7 @@
 """Packages of test pieces: several pieces compiled as one, each package compiled once for all tests and sessions.
 
-A compile by AOTInductor costs a C++ compile of many headers, whatever the piece: so pieces stand side by side in one,
-and what was compiled is kept beside torch's own caches, under everything of ours that decides its bytes.
+Every compile with AOTInductor compiles many C++ headers, so several pieces share a package. Packages are cached beside
+torch's own caches, keyed by the files of cgtool that determine their bytes.
 """
 
 from __future__ import annotations

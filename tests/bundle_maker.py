@@ -22,8 +22,8 @@ class File:
     Args:
         name: Its name.
         data: Its body.
-        header: Changes what the header says.
-        raw: The header itself, in place of all that.
+        header: Changes to the header.
+        raw: The complete header, instead of all of these.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Forge:
     """A valid bundle, to be modified.
 
     Args:
-        files: Its members by name, but for the index.
-        signature: The text of its bundle.sig; None for none.
+        files: Its members by name, without the index.
+        signature: The text of bundle.sig, or None.
     """
 
     files: Mapping[str, bytes]
@@ -114,9 +114,9 @@ class Forge:
         """The bundle, packed.
 
         Args:
-            index: In place of the true one.
-            change: Of the members' order, headers and bodies, after the index was made.
-            end: What ends the archive.
+            index: Replaces the valid index.
+            change: Changes the order, headers and bodies of members after the index was created.
+            end: The end of the archive.
         """
         return packed(archive([*self.heads(index), *change(self.members())], end=end))
 

@@ -1,9 +1,9 @@
 """Creates caches without compiling: single entries, and large caches in seconds. Must not import torch.
 
-`lay_entry` publishes one entry of genuine packages, `lay_decoder` one of two variants. `make_cache` lays as many as one
-likes, as `UnitStore` and `EntryWriter` would; nothing is flushed to the disk, which is what makes it quick. Each of its
-entries is a decoder of `layers` layers, split at attention: artifacts for the general shape and for sizes, each
-compiled once as a unit and linked into the entry.
+`lay_entry` publishes one entry of valid packages, `lay_decoder` one of two variants. `make_cache` creates any number of
+entries as `UnitStore` and `EntryWriter` would, and is quick because it does not flush to disk. Each of its entries is a
+decoder of `layers` layers, split at attention, with artifacts for the general shape and for sizes, each a unit that is
+linked into the entry.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def lay_entry(
     """Publish an entry of three pieces, the middle one splitting, and return its hash.
 
     Args:
-        seed: Another one gives another hash.
-        say: Another one gives another plan under the same hash.
+        seed: Changes the hash.
+        say: Changes the plan, but not the hash.
         native_bytes: The size of each package's native code.
-        factors: More of the key.
+        factors: Additional factors of the key.
     """
     key = Key.of([Factor(name="model", value=seed), *(Factor(name=n, value=v) for n, v in (factors or {}).items())])
     writer = EntryWriter(CacheLayout(root=root), key, rank=rank, prefix=prefix)
@@ -98,8 +98,8 @@ def lay_decoder(
     """Publish an entry of five pieces, two of them splitting and three unique ones compiled; return its hash.
 
     Args:
-        seed: Another one gives another hash.
-        marked: Whether its artifacts say what they were compiled from.
+        seed: Changes the hash.
+        marked: Whether its artifacts name the unit that they were compiled as.
     """
     key = Key.of([Factor(name="model", value=seed)])
     writer = EntryWriter(CacheLayout(root=root), key, rank=rank, prefix=prefix)
@@ -175,19 +175,19 @@ def make_cache(
     """Create a cache and return the names of its ranks, the newest entry last.
 
     Args:
-        root: The cache root; what is there already stays.
-        entries: How many entries; they take turns through `MODELS`.
-        artifacts_per_entry: How many different artifacts each of them has.
-        artifact_bytes: The size of each, or of the native code in each.
-        seed: Another one gives other keys, names and bytes.
-        layers: Of each model: there is one compiled piece more.
-        ranks: How many ranks each entry has; they share all artifacts.
-        shared: How many artifacts an entry takes over from the one before it.
-        now: The moment to count back from: entry i of n was created n - i days ago, every third was never used, and
-            the others were used i % 7 + 1 times, the last time half a day after they were created.
-        library: Native code, of which each artifact is a package with another part. Without it artifacts are noise,
-            which serves all that does not open them; import and load do. What it was compiled from each says, so that
-            it is no smaller than half a kilobyte.
+        root: The cache root; existing entries stay.
+        entries: The number of entries, which cycle through `MODELS`.
+        artifacts_per_entry: The number of different artifacts of each entry.
+        artifact_bytes: The size of each artifact, or of its native code.
+        seed: Changes keys, names and bytes.
+        layers: The number of layers of each model, which has one more compiled piece.
+        ranks: The number of ranks of each entry, which share all artifacts.
+        shared: The number of artifacts that an entry shares with the previous one.
+        now: The current time: entry i of n was created n - i days ago; every third was never used, and the others were
+            used i % 7 + 1 times, the last time half a day after their creation.
+        library: Native code; each artifact is a package with a different part of it. Without it, artifacts are random
+            bytes, which is enough unless they are opened, as import and load do. Each artifact names its unit, so it
+            has at least half a kilobyte.
     """
     maker = _Maker(CacheLayout(root=root), artifact_bytes=artifact_bytes, seed=seed, library=library)
     at = time.time() if now is None else now

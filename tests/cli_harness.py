@@ -64,8 +64,7 @@ def needs_fresh_process(env: Mapping[str, str] | None) -> bool:
 def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, forks: bool = False) -> Ran:
     """Run `cgtool` to its end in its own process: a fork of one that has imported the slow modules.
 
-    What Python or torch reads of the environment as it starts needs a fresh process. Where it `forks`, its children
-    are forks, too.
+    A variable that Python or torch reads at start-up needs a fresh process. With `forks`, its children are forks, too.
     """
     words = [str(argument) for argument in arguments]
     if needs_fresh_process(env):
@@ -97,9 +96,9 @@ def forked(
     Args:
         source: The program.
         arguments: `sys.argv` from 1 on.
-        cwd: Where it runs.
-        env: Its whole environment, of which what Python and torch read as they start says nothing; None for this one's.
-        compiles: Whether that process has imported Dynamo as well.
+        cwd: Its working directory.
+        env: Its complete environment, without effect on the start of Python and torch; None means that of this process.
+        compiles: Whether the forked process has imported Dynamo, too.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
         program.write(source)
@@ -226,7 +225,7 @@ class Running:
     """A process that a server forked.
 
     Attributes:
-        pid: Its id, and that of its session where it has its own.
+        pid: Its process id, and that of its session if it has a new one.
     """
 
     def __init__(self, server: Server, request: list[Any], *descriptors: int, alone: bool) -> None:
@@ -264,8 +263,8 @@ class Server:
     A program is the path of a script, or `cgtool`, the command.
 
     Args:
-        modules: What it has imported before.
-        env: Changes of the environment that it starts in.
+        modules: The modules that it imports first.
+        env: Changes to its environment.
     """
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:

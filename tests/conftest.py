@@ -42,9 +42,9 @@ settings.load_profile("cgtool")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three workers for the whole suite, for two cores: a fifth of the time a test waits for another process.
+    """Use three workers on two cores, because tests wait for other processes a fifth of the time.
 
-    None when files were named, where starting them costs more than it saves.
+    Use none when files were named: starting workers would cost more than it saves.
     """
     return 0 if config.option.file_or_dir else 3
 
@@ -59,8 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Disable bytecode for modules that tests write and change, if the environment requests it.
 
-    What was imported so far lives as long as this process, so that looking for garbage among it is wasted time. So is
-    counting it: Python does so object by object, and each load asks whether there is any.
+    Also freeze the objects of modules imported so far, which live as long as this process. `gc.get_freeze_count` is
+    replaced because it counts them one by one, and each load calls it.
     """
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
     gc.collect()
@@ -132,7 +132,7 @@ def _torch_settings() -> dict[str, object]:
 def log_as_it_was() -> Iterator[None]:
     """Restore cgtool's logger, which a command run in this process redirects to its output.
 
-    Before a test too: fixtures of a module and of the session run commands as well, and run before this one.
+    This happens before a test, too, because fixtures of modules and of the session run commands.
     """
     logger = logging.getLogger("cgtool")
     logger.handlers, logger.propagate, logger.level = [], True, logging.NOTSET

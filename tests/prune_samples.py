@@ -32,10 +32,10 @@ def lay(
     """Publish an entry whose artifacts are units of the cache; entries share the units of equal pieces.
 
     Args:
-        number: Which entry; another one has another hash.
-        pieces: What each artifact says; "own" is said by this entry alone.
-        used: When it was loaded last, seconds since the epoch.
-        facts: The digest of cheap facts that leads to it; None gives the model's.
+        number: The number of the entry, which changes its hash.
+        pieces: The text of each artifact; "own" is unique to this entry.
+        used: The time of the last load, in seconds since the epoch.
+        facts: The digest of its lookup key; None means that of the model.
     """
     layout = CacheLayout(root=root)
     key = Key.of([Factor(name="config", value=number), *factors])

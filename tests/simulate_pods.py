@@ -2,20 +2,20 @@
 
     python tests/simulate_pods.py [--machines 10,1000,100000] [--seed 0] [--set NAME=VALUE ...]
 
-Discrete events: a request arrives at the store, is answered, or is told to come again. The store answers `rate`
-requests a second, sends `store_bytes` bytes a second in all, in the order of arrival, and turns away whoever would wait
-longer than `patience` seconds: that one comes again after a backoff that doubles, with jitter or without, and gives up
-after `attempts`. A pull makes its first requests (listings, the index, the key) one after the other, then `at_once` at
-a time; its machine takes `link_bytes` bytes a second.
+A discrete event simulation: a request arrives at the store, and is answered or refused. The store answers `rate`
+requests per second in order of arrival, and sends `store_bytes` bytes per second in total. It refuses requests that
+would wait longer than `patience` seconds; these are retried after an exponential backoff, with or without jitter, up to
+`attempts` times. A pull makes its first requests (listings, the index, the key) one by one, then `at_once` at a time;
+its machine receives `link_bytes` bytes per second.
 
 Measured are `first`, `records`, `artifacts` and their bytes: the requests of a load of fixtures/tiny_llama.py, four
-layers, for the general shape. `at_once`, `attempts` and `backoff` are cgtool's own. All else is assumed: `rate` is what
-S3 says of one prefix, `store_bytes` and `link_bytes` are networks of 100 and 10 Gbit/s.
+layers, for the general shape. `at_once`, `attempts` and `backoff` are those of cgtool. Other values are assumptions:
+`rate` is S3's documented rate for one prefix, `store_bytes` and `link_bytes` are networks of 100 and 10 Gbit/s.
 
-The ways differ in what is asked for: "a pull for each process" is what processes of one machine do that do not know of
-each other; "once for a machine" has one of them pull, as `cgtool.load` does; "jitter" also spreads the starts over
-`spread` seconds and the backoffs; "layers" also finds `shared` of the artifacts' bytes on the machine, under their
-digests: in the image, or from an entry before.
+The setups build on each other: in "a pull for each process", the processes of a machine pull independently; in "once
+for a machine", one of them pulls, as `cgtool.load` does; "jitter" also spreads the starts over `spread` seconds and
+randomizes the backoffs; "layers" also finds the share `shared` of the artifacts' bytes on the machine by their digests,
+in the image or from an earlier entry.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is simulated.
+    """The parameters of a simulation.
 
     Args:
-        machines: How many start.
-        processes: How many processes of each pull: the GPUs of a machine.
-        first: Requests that follow each other: listings, the index, the key.
+        machines: The number of machines.
+        processes: The number of processes per machine that pull, one per GPU.
+        first: Sequential requests: listings, the index, the key.
         records: Requests for the entry's other small files.
-        small_bytes: Bytes of each of all these.
-        artifacts: How many artifacts the entry has.
-        artifact_bytes: Bytes of each.
-        at_once: Requests that one pull has under way.
-        rate: Requests that the store answers a second.
-        store_bytes: Bytes that it sends a second.
-        link_bytes: Bytes that a machine takes a second.
-        latency: Seconds from a request to its first byte.
-        patience: Seconds that a request may wait before the store turns it away.
-        attempts: How often one file is asked for.
+        small_bytes: The size of each of these answers.
+        artifacts: The number of artifacts in the entry.
+        artifact_bytes: The size of each artifact.
+        at_once: The number of concurrent requests of a pull.
+        rate: Requests per second that the store answers.
+        store_bytes: Bytes per second that it sends.
+        link_bytes: Bytes per second that a machine receives.
+        latency: Seconds from a request to the first byte of its answer.
+        patience: Seconds that a request may wait before the store refuses it.
+        attempts: The maximum number of requests for a file.
         backoff: Seconds before the first retry.
         most_backoff: The longest backoff, in seconds.
         spread: Seconds over which jitter spreads the starts.
@@ -76,15 +76,15 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of it.
+    """The result of a simulation.
 
     Args:
-        requests: How many the store saw.
-        refused: How many of them it turned away.
-        sent_bytes: What it sent.
-        taken_bytes: What arrived at machines.
-        gave_up: How many pulls gave up: their pods start as if there were no store.
-        ready_secs: When the last of the others had all of it.
+        requests: The number of requests to the store.
+        refused: The number of requests that it refused.
+        sent_bytes: The bytes that it sent.
+        taken_bytes: The bytes that machines received.
+        gave_up: The number of failed pulls, whose pods start as without a store.
+        ready_secs: The time at which the last of the others was complete.
     """
 
     requests: int

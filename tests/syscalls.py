@@ -1,8 +1,8 @@
 """Real system calls of a process, counted, failed or killed at one by one with strace.
 
-The process is a fork of this one, so what it needs is imported already. It waits until strace is attached to it, and
-strace counts the calls of each name in each thread from there on. What is done to a call of the first thread is done to
-that thread alone: a call of another one has it done to the call of that number in each thread and process.
+The process is a fork of this one, which has imported everything already. It waits until strace is attached, which then
+counts the calls of each name per thread. A fault for a call of the first thread applies to that thread only; one for a
+call of another thread applies to the call of that number in every thread and process.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def calls_of(action: Callable[[], object], *, names: str = CHANGES, under: Path 
     """Run an action in a fork and return its system calls in order, without duplicates.
 
     Args:
-        action: What is run; it must come to its end.
-        names: The calls that count, as strace names them.
-        under: Only those that name a file below this folder; None takes all.
+        action: The action, which must complete.
+        names: The calls to count, by strace's names.
+        under: Count only calls that name a file below this folder; None counts all.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -115,7 +115,7 @@ def killed_at(call: Call, action: Callable[[], object]) -> bool:
     """Run an action in a fork that is killed instead of making a call.
 
     Returns:
-        Whether it was killed; False where it came to its end without making the call.
+        Whether it was killed; False if it completed without making the call.
     """
     ended = _run(action, _inject(call, "signal=KILL"))
     if ended.code not in (0, -signal.SIGKILL):
@@ -124,15 +124,15 @@ def killed_at(call: Call, action: Callable[[], object]) -> bool:
 
 
 def each_kill(start: Path, work: Path, action: Callable[[], object], *, stride: int = 1) -> Iterator[Call]:
-    """Yield each system call by which an action changes a folder, when the action has been killed at it.
+    """Kill an action at each system call by which it changes a folder, and yield the call.
 
-    Of calls between which nothing changes on the disk (the later one failed, or flushed) it is killed at the first.
+    Of several calls without a change between them (the later one failed, or flushed), only the first is used.
 
     Args:
-        start: A folder as it is before the action; it may be missing.
-        work: Where the copy of it is that the action works on.
-        action: What is run.
-        stride: 1 yields all of them, 7 every seventh.
+        start: The folder before the action; it may be missing.
+        work: The copy of it that the action works on.
+        action: The action.
+        stride: 1 yields every call, 7 every seventh.
     """
     copy_anew(start, work)
     calls = calls_of(action, names=f"{CHANGES},openat", under=work)
@@ -158,8 +158,8 @@ def failed_at(call: Call, error: str, action: Callable[[], object]) -> Ended:
 
     Args:
         call: The call.
-        error: How, such as "EIO".
-        action: What is run; an exception that it raises ends the fork with 1 and is printed.
+        error: The error, such as "EIO".
+        action: The action; an exception is printed and ends the fork with 1.
     """
     with tempfile.NamedTemporaryFile("r") as log:
         ended = _run(action, _inject(call, f"error={error}", log=log.name))

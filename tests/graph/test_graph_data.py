@@ -1,4 +1,4 @@
-"""cgtool.graph: what is written down comes back, and what may not be called does not resolve."""
+"""`cgtool.graph`: encoded values round-trip, and only allowed targets resolve."""
 
 from __future__ import annotations
 

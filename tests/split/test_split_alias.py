@@ -1,4 +1,4 @@
-"""Which pieces must run as they stand, and which must not be slowed down for nothing."""
+"""Aliasing hazards: which pieces must run eagerly, and which must not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which arguments a call writes to."""
+"""Detection of the arguments that a call writes to."""
 
-# ruff: noqa: PLW0108 - that Dynamo or torch sees a call of its own is what these lambdas are for
+# ruff: noqa: PLW0108 - these lambdas give Dynamo or torch a separate call
 from __future__ import annotations
 
 import pytest
@@ -92,7 +92,7 @@ def test_running_statistics_are_written_in_training_only() -> None:
 
 def test_the_version_counter_reveals_writes() -> None:
     def function(ids, weight):
-        # Renormalises rows of the weight in place; no schema and no name says so.
+        # Renormalizes rows of the weight in place, which neither schema nor name shows.
         return F.embedding(ids, weight, max_norm=1.0)
 
     graph_module = capture(function, torch.tensor([1, 2]), x())

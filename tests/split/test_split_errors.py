@@ -1,4 +1,4 @@
-"""What cannot be a piece is refused with the user's own line and what to do."""
+"""Errors for unsupported nodes have the user's line and a remedy."""
 
 from __future__ import annotations
 

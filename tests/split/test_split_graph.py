@@ -1,4 +1,4 @@
-"""A graph in pieces computes exactly what the whole graph does, whatever crosses a boundary."""
+"""The pieces of a graph compute the same results as the whole graph."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_sizes_missing_in_a_piece_come_from_donors() -> None:
         b, s, _ = ids.shape
         flat = ids.reshape(b * s, 4) @ weight
         flat = OPS.mix(flat, flat)
-        # This piece's tensors are [b * s, 4]: b and s come from a donor.
+        # The tensors of this piece are [b * s, 4], so b and s come from a donor.
         return (flat @ weight).view(b, s, 4), b * s
 
     result = check_split(

@@ -1,4 +1,4 @@
-"""The spellings under which people name a splitting op."""
+"""The forms in which users can name a splitting op."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_missing_overload_does_not_match(graph) -> None:
 def test_none_matches_known_ops(graph) -> None:
     result = split_graph(graph, splitting_ops=None)
     assert [step.splitting for step in result.steps] == [False, True, False]
-    # known by three names, and told by one
+    # has three names, one of which is reported
     assert result.splitting_ops == ("torch.nn.functional.scaled_dot_product_attention",)
 
 

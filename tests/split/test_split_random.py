@@ -1,4 +1,4 @@
-"""Random graphs: whatever is cut where, the pieces compute what the whole does, under the worst compiler too."""
+"""The pieces of random graphs match the whole graph, even with the worst correct compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cgtool.split.splitter import split_graph
 
 pytestmark = pytest.mark.torch
 
-# Each takes the pool of values, an index and a second index, and appends what it makes.
+# Each step takes the pool of values and two indices, and appends its results to the pool.
 # All values are float tensors of at least one element per row; sizes only ever shrink in dimension 1.
 
 
@@ -32,7 +32,7 @@ def _pick(pool, i):
 
 
 def _mate(pool, value, i):
-    """Return a value of the same shape: another one, or the value itself."""
+    """Return another value of the same shape, or else the value itself."""
     fitting = [other for other in pool if other.shape == value.shape]
     return fitting[i % len(fitting)]
 

@@ -1,4 +1,4 @@
-"""`computation_graph.py` is for people: readable, the same everywhere, and it names no path."""
+"""`computation_graph.py` is readable, deterministic and without paths."""
 
 from __future__ import annotations
 
