@@ -1,7 +1,7 @@
-"""Every private torch name that `cgtool.compiler` touches. Read in torch 2.13.0, written for 2.11 and newer.
+"""The private torch names that `cgtool.compiler` uses. Verified with torch 2.13.0, written for 2.11 and newer.
 
-Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Nothing
-here patches torch but for workers alone; what only adaptors touch is in the file of this name beside them.
+Inductor and Dynamo are imported inside functions: they take seconds, and the `eager` adaptor needs neither. Only the
+functions for worker processes patch torch. Names that only adaptors use are in `adaptors/_torch.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cgtool.store.lock import file_lock
 
 __all__ = ["FakeTensorMode"]
 
-#: Loads the library of a probe: with torch's own libraries, or where they do not load by themselves, with all of torch.
+#: Loads the library of a probe with torch's own libraries alone, or with all of torch if these do not load alone.
 _LOAD = """
 from ctypes import CDLL
 try:
@@ -44,13 +44,13 @@ except OSError:
 
 
 def new_fake_mode(*, from_two: bool) -> FakeTensorMode:
-    """Return a fake mode with a ShapeEnv of its own; `from_two` lets torch take sizes 0 and 1 for impossible."""
+    """Return a fake mode with a fresh ShapeEnv; with `from_two`, torch may assume that no size is 0 or 1."""
     shape_env = ShapeEnv(specialize_zero_one=from_two, duck_shape=False)
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
-    """Return the fake mode of the tensors in `value`, or a new one: in it nothing is computed or written."""
+    """Return the fake mode of the tensors in `value`, or a new one."""
     return detect_fake_mode(tree_leaves(value)) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -59,7 +59,7 @@ def _shape_env(mode: FakeTensorMode) -> Any:
 
 
 def new_symbol(mode: FakeTensorMode, name: str, *, hint: int, low: int, high: int | None) -> Any:
-    """Return a backed symbol of `mode`'s ShapeEnv; the name that torch gives it depends on `name` alone."""
+    """Return a backed symbol of `mode`'s ShapeEnv; torch's name for it depends on `name` alone."""
     from torch._dynamo.source import ConstantSource
     from torch.utils._sympy.numbers import int_oo
 
@@ -76,30 +76,30 @@ def symbol_of(size: torch.SymInt) -> Any:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return the example value of a size; to ask for it takes nothing for granted."""
+    """Return the example value of a size, without adding a guard."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def is_backed(size: int | torch.SymInt) -> bool:
-    """Return whether a size has an example value; one that comes from a tensor's values has none."""
+    """Return whether a size has an example value; a size that comes from a tensor's data has none."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share which are views of one storage; a fake one has no address."""
+    """Return the identity of a tensor's storage; works for fake tensors too, which have no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def guard_exprs(mode: FakeTensorMode) -> list[Any]:
-    """Return what the ShapeEnv has taken for granted of sizes so far, as sympy expressions, in order."""
+    """Return the ShapeEnv's guards on sizes so far, as sympy expressions, in order."""
     shape_env = _shape_env(mode)
     asserts = [assertion for group in shape_env.deferred_runtime_asserts.values() for assertion in group]
     found = (guard.expr for guard in (*shape_env.guards, *asserts))
-    return [expr for expr in found if not free_unbacked_symbols(expr)]  # such as a loop's counter: checked as it runs
+    return [expr for expr in found if not free_unbacked_symbols(expr)]  # unbacked ones are checked at run time
 
 
 def python_dispatcher() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which composite ops are decomposed in Python, which takes symbolic sizes."""
+    """Return a context that decomposes composite ops in Python, which accepts symbolic sizes."""
     return enable_python_dispatcher()
 
 
@@ -110,7 +110,7 @@ def is_known(mode: FakeTensorMode, expr: Any) -> bool:
     shape_env = _shape_env(mode)
     if shape_env._maybe_evaluate_static(expr) == sympy.true:
         return True
-    # s % 4 == 0 says that s is 4 * t: with that, most of what follows from it is plain arithmetic
+    # s % 4 == 0 means s == 4 * t; after this substitution, plain arithmetic proves most consequences
     multiples = {}
     for symbol in expr.free_symbols:
         factor = math.lcm(*_divisors(shape_env, symbol))
@@ -120,7 +120,7 @@ def is_known(mode: FakeTensorMode, expr: Any) -> bool:
 
 
 def fixed_sizes(mode: FakeTensorMode) -> dict[str, int]:
-    """Return the symbols that the ShapeEnv has come to take for one size, by the names that torch gives them."""
+    """Return the symbols that the ShapeEnv has specialized to one size, by torch's names."""
     shape_env = _shape_env(mode)
     found = {}
     for symbol, bounds in shape_env.var_to_range.items():
@@ -131,7 +131,7 @@ def fixed_sizes(mode: FakeTensorMode) -> dict[str, int]:
 
 
 def _divisors(shape_env: Any, symbol: Any) -> list[int]:
-    """Return the numbers that the ShapeEnv's guards say divide `symbol`."""
+    """Return the numbers that divide `symbol` according to the ShapeEnv's guards."""
     import sympy
     from torch.utils._sympy.functions import Mod
 
@@ -144,18 +144,18 @@ def _divisors(shape_env: Any, symbol: Any) -> list[int]:
     return found
 
 
-#: Ops whose windows Inductor computes from the height and width, as numbers.
+#: Ops whose windows Inductor computes from the height and width as constants.
 _FIXES_SIZES = (torch.ops.aten._adaptive_avg_pool2d, torch.ops.aten.adaptive_max_pool2d)
 
 
 class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore[no-untyped-call]  # 2.11 to 2.15
-    """Remembers the ops that are called while it is active, after composite ones fell apart.
+    """Records the ops that are called while it is active, after composite ops are decomposed.
 
     Attributes:
-        at: Which call of the graph runs; whoever runs it sets it.
-        found: Call of the graph → the ops that it came to.
+        at: The index of the graph's call that is running, set by the caller.
+        found: Call of the graph → the ops that it was decomposed into.
         drawing: Calls of the graph that draw random numbers.
-        fixing: Those of which Inductor's code serves one size alone, where a size is dynamic.
+        fixing: Calls with a dynamic size for which Inductor generates code for one size only.
         written: The storages that were written to.
     """
 
@@ -170,7 +170,7 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note `func`, and call it."""
+        """Record `func`, and call it."""
         del types
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # torch leaves this mode around it
@@ -188,41 +188,40 @@ class CalledOps(TorchDispatchMode, contextlib.ContextDecorator):  # type: ignore
 
 
 def _drops_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """Return whether an op with a dropout, as attention has, is called with one; None for an op without."""
+    """Return whether `dropout_p` is nonzero in this call; None if the op has no such argument."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given)
+            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
     return None
 
 
 @contextlib.contextmanager
-def autotuning_seen() -> Iterator[list[dict[str, Any]]]:
-    """Yield a list that gets what autotuning tries while the block runs: an op's name, and each candidate's seconds."""
+def record_autotuning() -> Iterator[list[dict[str, Any]]]:
+    """Yield a list that collects what autotuning tries in the block: an op's name, and each candidate's seconds."""
     from torch._inductor import select_algorithm
 
-    seen: list[dict[str, Any]] = []
+    tried: list[dict[str, Any]] = []
 
-    def note(timings: Mapping[Any, float], name: str, *_: Any) -> None:  # what follows differs from version to version
-        tried = sorted((milliseconds / 1e3, choice.name) for choice, milliseconds in timings.items())
-        seen.append({"op": name, "candidates": [{"name": name, "secs": secs} for secs, name in tried]})
+    def save(timings: Mapping[Any, float], name: str, *_: Any) -> None:  # further arguments depend on torch's version
+        candidates = sorted((milliseconds / 1e3, choice.name) for choice, milliseconds in timings.items())
+        tried.append({"op": name, "candidates": [{"name": name, "secs": secs} for secs, name in candidates]})
 
-    select_algorithm.add_feedback_saver(note)
+    select_algorithm.add_feedback_saver(save)
     try:
-        yield seen
+        yield tried
     finally:
         select_algorithm.clear_feedback_savers()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def inductor_options() -> dict[str, Any]:
-    """Return every option of Inductor by its dotted name, as set now."""
+    """Return every option of Inductor by its dotted name, with its current value."""
     import torch._inductor.config as inductor_config
 
     return inductor_config.get_config_copy()
 
 
 def portable_options(patches: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of Inductor that may change code, with `patches` in force."""
+    """Return the options of Inductor that may change code, with `patches` applied."""
     import torch._inductor.config as inductor_config
 
     with inductor_config.patch(dict(patches)):
@@ -230,13 +229,13 @@ def portable_options(patches: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cpu_isa() -> str:
-    """Return the vector instruction set that Inductor writes C++ for, or "none"."""
+    """Return the vector instruction set that Inductor generates C++ for, or "none"."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     return str(pick_vec_isa())
 
 
-# for worker processes, which end with their work: these change torch's settings for good
+# for worker processes: these change torch's settings until the process ends
 
 
 def set_inductor_options(values: Mapping[str, Any]) -> None:
@@ -247,23 +246,23 @@ def set_inductor_options(values: Mapping[str, Any]) -> None:
 
 
 def import_inductor(threads: int) -> None:
-    """Import what every compile needs, before there is one, which takes so many processes of Inductor's; 1: none."""
+    """Import what every compile needs; Inductor may use `threads` processes for a compile, 1 for none."""
     import torch._inductor.compile_fx
 
     torch._inductor.config.compile_threads = threads
 
 
 def share_probes(folder: Path) -> None:
-    """Ask what instruction sets the compiler and the CPU take once for all workers that share `folder`.
+    """Probe which instruction sets the compiler and the CPU support once for all workers that share `folder`.
 
-    torch compiles and loads a small library for each of about ten sets in every process, one after the other, and
-    before 2.13 each load imports torch again: 20 s in all beside an H200. Here the answers are kept as empty files, and
-    a library is loaded with torch's own libraries alone.
+    torch compiles and loads a small library for each of about ten instruction sets in every process, one after the
+    other, and before 2.13 each load imports torch again: 20 s in total on an H200 machine. Here the answers are kept as
+    empty files, and a library is loaded with torch's own libraries alone.
     """
     from torch._inductor import cpu_vec_isa
 
     isa: Any = cpu_vec_isa.VecISA
-    ask = isa.check_build
+    check_build = isa.check_build
 
     def shared(self: Any, code: str) -> bool:
         name = digest_of([str(self), self.build_arch_flags(), self._arch_flags, code])
@@ -271,21 +270,21 @@ def share_probes(folder: Path) -> None:
             for answer in (True, False):
                 if (folder / f"isa-{name}.{answer}").exists():
                     return answer
-            found = bool(ask(self, code))
-            (folder / f"isa-{name}.{found}").touch()
-        return found
+            is_supported = bool(check_build(self, code))
+            (folder / f"isa-{name}.{is_supported}").touch()
+        return is_supported
 
     isa.check_build = shared
     isa._avx_py_load = _LOAD.replace("__torch__", str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 def probe() -> None:
-    """Find the instruction sets that torch writes C++ for, several at a time."""
+    """Probe the instruction sets that torch can generate C++ for, in parallel."""
     from torch._inductor import cpu_vec_isa
 
     sets: Any = cpu_vec_isa.supported_vec_isa_list
     named: Any = cpu_vec_isa.x86_isa_checker()
-    # those whose answers torch will want, as it picks them
+    # the sets that torch's own selection will probe
     wanted = [isa for isa in sets if all(flag in named for flag in str(isa).split())]
     with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as threads:
         list(threads.map(bool, wanted))
@@ -293,7 +292,7 @@ def probe() -> None:
 
 
 def places_of(op: str) -> Iterator[str]:
-    """Yield "file:line" of each place where `ns::op.overload` was defined or got a kernel."""
+    """Yield "file:line" of each place where `ns::op.overload` or one of its kernels was registered."""
     for line in torch._C._dispatch_dump(op.removesuffix(".default")).splitlines():
         _, found, rest = line.partition("registered at ")
         if found:
@@ -301,7 +300,7 @@ def places_of(op: str) -> Iterator[str]:
 
 
 def author_of(op: str) -> Any:
-    """Return the function under `@torch.library.custom_op`, or None where the op was made in another way."""
+    """Return the function decorated with `@torch.library.custom_op`, or None if the op was registered otherwise."""
     definition = OPDEFS.get(op.partition(".")[0])
     return None if definition is None else definition._init_fn
 
@@ -312,8 +311,8 @@ def op_name(op: Any) -> str:
 
 
 def shims_of_templates(op: Any) -> list[str]:
-    """Return the C++ names by which Inductor calls an op that it has templates for, as a candidate beside them."""
-    import torch._inductor.lowering  # noqa: F401 - for what it registers
+    """Return the C++ names of an op's extern kernels, if Inductor also has templates for the op."""
+    import torch._inductor.lowering  # noqa: F401 - registers the kernels
     from torch._inductor.select_algorithm import ExternKernelChoice
 
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch._inductor.kernel")]

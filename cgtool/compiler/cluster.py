@@ -1,9 +1,9 @@
-"""A cluster to compile on: units go to the workers of an executor, and come back proved, or with the reason.
+"""Compiling on a cluster: units are sent to the workers of an executor, which return proved artifacts.
 
-What is sent is a `CompileRequest` with this process's factors; what comes back is an artifact and what its proof found.
-A worker whose cgtool, torch, compiler or target differs refuses the unit, which goes to another one; so does a unit
-whose worker died. A unit that two workers died of fails, and so does one that no worker fits. Where the executor itself
-is gone, all of it ends.
+The request is a `CompileRequest` with this process's factors; the answer is an artifact with the result of its proof. A
+worker whose cgtool, torch, compiler or target differs refuses the unit, which then goes to another worker; so does a
+unit whose worker died. A unit fails if two workers died of it, or if no worker accepts it. If the executor itself is
+gone, the whole run ends.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from cgtool.store.records import Artifact
 
 _log = logging.getLogger(__name__)
 
-#: How often a unit is submitted to an executor that cannot be told whom to avoid, until it is given up.
-_MOST_BLIND_TRIES = 4
-#: How often who waits for a unit looks whether there are workers, and how long there may be none, in seconds.
-_LOOK_SECS = 5.0
+#: How often a unit is submitted to an executor that cannot exclude workers.
+_MAX_BLIND_TRIES = 4
+#: How often a waiting thread checks for workers, and how long there may be none, in seconds.
+_POLL_SECS = 5.0
 _PATIENCE_SECS = 300.0
-#: How much is shown of what an engine says of a worker's death.
+#: The length at which an engine's message about a dead worker is cut.
 _REASON_CHARS = 200
 
 
 class Cluster:
-    """The workers of an executor, as `WorkerPool` is those of this machine; any thread may ask.
+    """The workers of an executor, with the interface of `WorkerPool`; any thread may submit.
 
-    A unit's time counts once a worker has it.
+    A unit's time limit starts when a worker receives it.
 
     Attributes:
-        jobs: How many units the executor is given at a time; it knows how many of them it can run.
-        made_by: Artifact digest → the worker that made it.
+        jobs: How many units are submitted to the executor at a time; the executor decides how many run.
+        made_by: Artifact digest → the worker that compiled it.
 
     Raises:
         ConfigError: There is no such executor, or its library is not installed.
-        ExecutorError: It does not answer.
+        ExecutorError: The executor does not answer.
     """
 
     jobs = 128
@@ -79,7 +79,7 @@ class Cluster:
         self._url = url
         self._prove = prove
         self._patience_secs = patience_secs
-        # a proof has a time of its own
+        # the proof has the same limit again
         limit = timeout_secs if timeout_secs is None or not prove else 2 * timeout_secs
         self._handed = Handed(cgtool=dict(cgtool_code()), timeout_secs=limit, inductor=inductor)
         self._has_started = False
@@ -96,43 +96,43 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is queued, and let go of the executor."""
+        """Cancel queued units and disconnect from the executor."""
         self._engine.close()
-        end_children()  # of an executor whose workers are threads of this process
+        end_children()  # for executors whose workers are threads of this process
 
     def start(self, count: int = 1) -> None:  # noqa: ARG002  as many as the executor has
-        """Have the workers import what compiles now, so that they are ready when there is work."""
+        """Have the workers import the compiler now, so that they are ready when there is work."""
         if not self._has_started:
             self._has_started = True
-            with contextlib.suppress(*self._engine.lost):  # which the first unit tells
+            with contextlib.suppress(*self._engine.lost):  # the first unit reports it
                 self._engine.call_everywhere(prepare, self._handed.inductor)
 
     @property
     def progress(self) -> str:
-        """Say how many artifacts each worker has made: "; tcp://10.0.0.2:40001 made 3"."""
+        """How many artifacts each worker has compiled, as text: "; tcp://10.0.0.2:40001 made 3"."""
         made = Counter(list(self.made_by.values()))
         return "".join(f"; {worker} made {count}" for worker, count in sorted(made.items()))
 
     def compile(self, request: CompileRequest) -> tuple[bytes, Artifact, Mapping[str, str]]:
-        """Have a piece compiled and proved by a worker, and wait for it.
+        """Compile and prove a piece on a worker, and wait for the result.
 
         Returns:
-            The artifact's bytes, its record with what a proof found, and what the compiler wrote for people, by name.
+            The artifact's bytes, its record with the result of the proof, and the generated code, by file name.
 
         Raises:
-            CompileError: The compiler does not take the piece.
-            ProofMismatchError: What it made is not what the piece gives.
-            WorkerError: No worker fits, or two died of it.
-            ExecutorError: There is no executor any more, or it has had no workers for a while.
+            CompileError: The compiler rejects the piece.
+            ProofMismatchError: The artifact does not compute what the piece computes.
+            WorkerError: No worker accepts the piece, or two died of it.
+            ExecutorError: The executor is gone, or has had no workers for too long.
         """
-        given = replace(request, factors=self._own_factors(), prove=self._prove)
-        handed = message(self._handed, encode(given))
+        request = replace(request, factors=self._local_factors(), prove=self._prove)
+        handed = message(self._handed, encode(request))
         refused: list[tuple[str, str]] = []
         died: list[tuple[str, str]] = []
         blind = 0
-        while len(died) < MOST_DEATHS and blind < _MOST_BLIND_TRIES:
+        while len(died) < MOST_DEATHS and blind < _MAX_BLIND_TRIES:
             try:
-                returned, data = self._returned(handed, refused, died)
+                returned, data = self._submit(handed, refused, died)
             except NoWorkerError:
                 break
             except WorkersDiedError as error:
@@ -151,75 +151,81 @@ class Cluster:
             failed = died if report.status == "failed" else refused
             failed.append((returned.worker or "a worker", report.reason))
         if len(died) >= MOST_DEATHS:
-            raise WorkerError(f"workers failed with it twice, so no other is asked.{_listed(died)}")
-        given_up = f" It was given to who was free {blind} times: this executor cannot be told whom to avoid."
+            raise WorkerError(f"two attempts on workers failed, so it is not tried again.{_list_reasons(died)}")
+        tries = f" It was submitted {blind} times: this executor cannot exclude workers." if blind else ""
         raise WorkerError(
-            f"no worker of {self._url} takes it. A worker needs the cgtool, torch, compiler, instruction set and GPU "
-            f"of this machine.{given_up if blind else ''}{_listed([*refused, *died])}"
+            f"no worker of {self._url} accepts it. A worker needs the cgtool, torch, compiler, instruction set and GPU "
+            f"of this machine.{tries}{_list_reasons([*refused, *died])}"
         )
 
-    def _returned(
+    def _submit(
         self, handed: bytes, refused: Iterable[tuple[str, str]], died: Iterable[tuple[str, str]]
     ) -> tuple[Returned, bytes]:
-        """Return what a worker returned for a unit that others refused, or died of; an error where all did."""
+        """Run a unit on a worker that has not refused it, preferably on none that is listed in `died`.
+
+        Raises:
+            NoWorkerError: Every worker refused the unit.
+            WorkersDiedError: The worker died.
+            ExecutorError: The executor is gone, or has had no workers for too long.
+        """
         unfit = frozenset(worker for worker, _ in refused)
         dead = frozenset(worker for worker, _ in died)
 
         def submit() -> Future[bytes]:
             with contextlib.suppress(NoWorkerError):
                 return self._engine.submit(unfit | dead, compile_unit, handed)
-            return self._engine.submit(unfit, compile_unit, handed)  # rather once more where one died than nowhere
+            return self._engine.submit(unfit, compile_unit, handed)  # a worker that died of it is better than none
 
         try:
-            return read_message(self._waited(submit), Returned)
+            return read_message(self._wait(submit), Returned)
         except (NoWorkerError, WorkersDiedError, ExecutorError):
             raise
         except self._engine.died as error:
             raise WorkersDiedError(("a worker",), " ".join(str(error).split())[:_REASON_CHARS]) from error
         except self._engine.lost as error:
             raise ExecutorError(
-                f"The executor {self._url} is gone ({str(error) or type(error).__name__}). What was finished is "
-                "stored, and the same command goes on from there.",
+                f"The executor {self._url} is gone ({str(error) or type(error).__name__}). Finished artifacts are "
+                "stored; run the same command again to continue.",
                 path="executor",
                 actual=str(error),
             ) from error
-        except Exception as error:  # noqa: BLE001  whatever it was, it happened over there
+        except Exception as error:  # noqa: BLE001  it was raised on the worker
             return Returned(worker="", status="refused", reason=f"{type(error).__name__}: {error}"), b""
 
-    def _waited(self, submit: Callable[[], Future[bytes]]) -> bytes:
-        """Return a future's result, unless there are no workers for too long."""
+    def _wait(self, submit: Callable[[], Future[bytes]]) -> bytes:
+        """Return a future's result; raise an ExecutorError if there are no workers for too long."""
         future = submit()
         alone_since = None
         while True:
             try:
-                return future.result(min(_LOOK_SECS, self._patience_secs))
+                return future.result(min(_POLL_SECS, self._patience_secs))
             except TimeoutError:
-                if future.done():  # it is the call's own
+                if future.done():  # raised by the call itself
                     raise
             if self._engine.has_workers(future):
                 alone_since, self._is_waiting = None, False
-            elif self._engine.has_workers():  # those that it may go to are gone, and others came
+            elif self._engine.has_workers():  # the eligible workers left, and others joined
                 self._engine.cancel(future)
                 future = submit()
             else:
                 alone_since = alone_since or time.monotonic()
-                self._tell_waiting()
+                self._report_waiting()
                 if time.monotonic() - alone_since > self._patience_secs:
                     raise ExecutorError(
-                        f"The executor {self._url} has had no workers for {self._patience_secs:g} s. Start some, and "
-                        "give the command again: what was finished is stored.",
+                        f"The executor {self._url} has had no workers for {self._patience_secs:g} s. Start some and "
+                        "run the same command again; finished artifacts are stored.",
                         path="executor",
                     )
 
-    def _tell_waiting(self) -> None:
-        """Say once for all units that wait that there are no workers."""
+    def _report_waiting(self) -> None:
+        """Report once, for all waiting units, that there are no workers."""
         with self._lock:
             if not self._is_waiting:
                 self._is_waiting = True
-                words = f"waiting for workers: {self._url} has none (for {self._patience_secs:g} s at most)"
-                self._on_event(Event(phase="compile", message=words))
+                text = f"waiting for workers: {self._url} has none (for at most {self._patience_secs:g} s)"
+                self._on_event(Event(phase="compile", message=text))
 
-    def _own_factors(self) -> dict[str, Json]:
+    def _local_factors(self) -> dict[str, Json]:
         with self._lock:
             if self._factors is None:
                 self._factors = factors_here()
@@ -227,7 +233,7 @@ class Cluster:
 
 
 def _checked(request: CompileRequest, returned: Returned, data: bytes) -> CompileReport:
-    """Return what a worker reports; it has an artifact where that is done, and is what the worker says it is."""
+    """Return a worker's report after checking its artifact's digest, piece, shape and kind."""
     if returned.status == "died":
         return CompileReport(status="failed", reason=returned.reason)
     if returned.status == "refused":
@@ -239,16 +245,16 @@ def _checked(request: CompileRequest, returned: Returned, data: bytes) -> Compil
         if report.status != "done" or artifact is None:
             return replace(report, artifact=None)
         if (artifact.digest, artifact.size_bytes) != (sha256_hex(data), len(data)):
-            return CompileReport(status="refused", reason="it sent back another artifact than it proved")
+            return CompileReport(status="refused", reason="it returned a different artifact from the one it proved")
         origin, _ = split_origin(data, artifact.kind)
     except (ValueError, ArtifactError) as error:
-        return CompileReport(status="refused", reason=f"what it sent back cannot be read ({error})")
+        return CompileReport(status="refused", reason=f"its answer cannot be read ({error})")
     if artifact.kind != kind_of(request.adaptor) or (origin.piece, origin.shape) != place:
-        return CompileReport(status="refused", reason="it sent back the artifact of another piece, shape or compiler")
+        return CompileReport(status="refused", reason="it returned the artifact of another piece, shape or compiler")
     return report
 
 
-def _listed(reasons: Iterable[tuple[str, str]]) -> str:
+def _list_reasons(reasons: Iterable[tuple[str, str]]) -> str:
     return "".join(
         f"\n    {worker}{f' ({count} times)' if count > 1 else ''}: {reason}"
         for (worker, reason), count in Counter(reasons).items()

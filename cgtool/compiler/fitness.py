@@ -1,10 +1,12 @@
-"""What of a piece a compiler may not be given, and what code of AOTInductor cannot call.
+"""Finds what a compiler must not be given: whole pieces that run eagerly, and ops that are split out.
 
-The whole piece runs as it stands, or ops of it are split out: they run between pieces, and the rest is compiled. Those
-are ops that draw random numbers, of which a compiler's code would draw others than eager does; those of which its code
-would serve one size alone; and what AOTInductor's code cannot call. The last is known before a compile of ops that
-Inductor calls through a C function which this torch lacks and of custom ops whose schema says what a package cannot; or
-a compile fails, and names the op.
+An op that is split out runs between pieces, and the rest is compiled. Such ops are
+
+- those that draw random numbers, because compiled code would draw different numbers from eager;
+- those for which compiled code would serve only one size;
+- those that AOTInductor's code cannot call. Some of these are known before a compile: ops that Inductor calls through
+  a C function that this torch does not declare, and custom ops whose schema a package cannot express. Others are found
+  when a compile fails and names the op.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from cgtool.ops import is_torch_op
 from cgtool.plan.pieces import NodeKind, PieceGraph
 
 _HEADERS = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch"
-#: Types of a schema that torch does not write into a package, or does not read back.
-_UNSAID = re.compile(r"\bDict\[|\bcomplex\b|\bList\[(List\[|Optional\[(?!Tensor\]))")
-#: Looks through all of Inductor's modules, and every piece of every variant asks.
+#: Schema types that torch does not write into a package, or does not read back.
+_UNSUPPORTED_TYPES = re.compile(r"\bDict\[|\bcomplex\b|\bList\[(List\[|Optional\[(?!Tensor\]))")
+#: Cached, since it searches all of Inductor's modules and is called for every piece of every variant.
 _shims_of_templates = cache(_torch.shims_of_templates)
 
 
@@ -42,73 +44,74 @@ class Fitness:
     """What is known of a piece before it is compiled.
 
     Args:
-        as_it_stands: Why it must run as it stands whatever a compiler could make of it, or None.
-        calls: What it calls, as `cgtool.split.bodies.call_of` has it → the ops that this came to.
-        apart: What it calls that no compiler may be given → why.
-        device: The type of device that it works on.
+        eager_reason: Why the whole piece must run eagerly, or None.
+        calls: Each call in the graph, as `cgtool.split.bodies.call_of` returns it → the ops that it decomposes into.
+        split_out: Calls that no compiler may be given → why.
+        device: The device type of the piece.
     """
 
-    as_it_stands: str | None
+    eager_reason: str | None
     calls: Mapping[tuple[NodeKind, str], frozenset[Any]]
-    apart: Mapping[tuple[NodeKind, str], str] = field(default_factory=dict)
+    split_out: Mapping[tuple[NodeKind, str], str] = field(default_factory=dict)
     device: str
 
-    def without_code(self) -> set[tuple[NodeKind, str]]:
-        """Return what code of AOTInductor cannot call."""
+    def uncallable(self) -> set[tuple[NodeKind, str]]:
+        """Return the calls that AOTInductor's code cannot make."""
         return {call for call, ops in self.calls.items() if any(_is_uncallable(op, self.device) for op in ops)}
 
-    def calling(self, op: str) -> set[tuple[NodeKind, str]]:
-        """Return what came to an op that an error names, by its schema or its C function, with or without overload."""
+    def calls_to(self, op: str) -> set[tuple[NodeKind, str]]:
+        """Return the calls that decompose into an op, which may be named by its schema or C function, as errors do."""
         plain = re.sub(r"(_out)?(_v\d)?$", "", op)
-        return {call for call, ops in self.calls.items() if any({op, plain} & _names_of(one) for one in ops)}
+        return {call for call, ops in self.calls.items() if any({op, plain} & _names_of(called) for called in ops)}
 
 
 def fitness_of(graph: PieceGraph) -> Fitness:
-    """Look at a piece.
+    """Examine a piece.
 
-    A compiler looks into a custom op that is composed of others, whose Python nobody can look at again at load.
+    A piece with a composite custom op runs eagerly: compilers inline the op's Python code, which a load cannot check.
     """
     device = next((meta.device for meta in (*graph.inputs, *graph.results)), "cpu")
     composed = [name for name in graph.ops if not is_torch_op(name) and is_composite(name)]
     if composed:
         reason = (
-            f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), by code that cannot be watched"
+            f"the op {composed[0]} is composed of other ops (CompositeImplicitAutograd), and cgtool cannot detect "
+            f"changes to its code"
         )
-        return Fitness(as_it_stands=reason, calls={}, device=device)
+        return Fitness(eager_reason=reason, calls={}, device=device)
     try:
         called = rebuild(graph).called
     except CompileError as error:
         has_data = any(symbol.min < FIRST_DYNAMIC for symbol in graph.symbols)
-        reason = f"it works on sizes that come from data: {error}" if has_data else str(error)
-        return Fitness(as_it_stands=reason, calls={}, device=device)
+        reason = f"it has sizes that come from data: {error}" if has_data else str(error)
+        return Fitness(eager_reason=reason, calls={}, device=device)
     calls: dict[tuple[NodeKind, str], frozenset[Any]] = {}
-    apart: dict[tuple[NodeKind, str], str] = {}
+    split_out: dict[tuple[NodeKind, str], str] = {}
     for index, ops in called.found.items():
         call = graph.nodes[index].kind, graph.nodes[index].target or ""
         calls[call] = calls.get(call, frozenset()) | ops
         if index in called.drawing:
-            apart[call] = "Compiled code would draw other random numbers than eager does"
+            split_out[call] = "Compiled code would draw different random numbers from eager"
         elif index in called.fixing:
-            apart[call] = "Compiled code would serve one size alone of what these ops take"
-    return Fitness(as_it_stands=None, calls=calls, apart=apart, device=device)
+            split_out[call] = "Compiled code would serve only one size of these ops"
+    return Fitness(eager_reason=None, calls=calls, split_out=split_out, device=device)
 
 
 def op_named_by(error: BaseException) -> str | None:
-    """Return the op that a failed compile is about; None where none is named."""
+    """Return the op that made a compile fail, if the error or one of its causes names it."""
     chain = list(chain_of(error))
-    named = [*map(_op_at_fault, chain), *(op_named_in(str(one)) for one in chain)]
+    named = [*map(_op_at_fault, chain), *(op_named_in(str(cause)) for cause in chain)]
     return next(filter(None, named), None)
 
 
 def _op_at_fault(error: BaseException) -> str | None:
-    """Return the op that Inductor was writing a call of as it failed, or None."""
+    """Return the op whose call Inductor was generating when it failed, by the error's traceback."""
     frames = traceback.walk_tb(error.__traceback__)
     ops = (getattr(frame.f_locals.get("self"), "op_overload", None) for frame, _ in frames)
     return next((_torch.op_name(op) for op in ops if isinstance(op, OpOverload)), None)
 
 
 def _names_of(op: Any) -> set[str]:
-    """Return what errors call an op: `ns::op.overload`, `ns::op`, and the end of the name of its C function."""
+    """Return the names of an op in errors: `ns::op.overload`, `ns::op`, and the end of its C function's name."""
     name = _torch.op_name(op)
     plain, _, overload = name.partition(".")
     short = plain.partition("::")[2]
@@ -120,13 +123,13 @@ def _is_uncallable(op: Any, device: str) -> bool:
         return not all(_has_shim(name, device) for name in _shims_of_templates(op))
     schema = schema_of(op)
     return any(result.alias_info for result in schema.returns) or any(
-        _UNSAID.search(str(item.type)) for item in (*schema.arguments, *schema.returns)
+        _UNSUPPORTED_TYPES.search(str(item.type)) for item in (*schema.arguments, *schema.returns)
     )
 
 
 @cache
 def _has_shim(name: str, device: str) -> bool:
-    """Return whether torch declares the C function by which native code calls `at::name`."""
+    """Return whether torch's headers declare the C function by which native code calls `at::name`."""
     shim = re.compile(rf"\baoti_torch_{device}_{name.removesuffix('::call').rpartition('::')[2]}(_v\d)?\(")
     headers = [path for path in _HEADERS.rglob("*.h") if not path.is_dir()]
     return not headers or any(shim.search(path.read_text(encoding="utf-8", errors="replace")) for path in headers)

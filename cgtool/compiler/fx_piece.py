@@ -1,7 +1,7 @@
-"""A piece's graph as an FX module with fake inputs: what a compiler takes. Owns the way from data to FX.
+"""Rebuilds a piece's graph as an FX module with fake inputs, for a compiler.
 
-Everything is rebuilt from the `PieceGraph` alone, under a fake mode and a ShapeEnv of its own: names, example sizes and
-the order of facts follow from the data, so that two processes hand the same module to the compiler.
+Everything is rebuilt from the `PieceGraph` alone, under a fresh fake mode and ShapeEnv. Names, example sizes and the
+order of facts follow from the data, so two processes pass the same module to the compiler.
 """
 
 from __future__ import annotations
@@ -28,58 +28,59 @@ from cgtool.graph.targets import ATTRIBUTES, check_method, resolve_target
 from cgtool.graph.values import constants_of, decode_value, device_of, dtype_of
 from cgtool.plan.pieces import Body, Dim, Node, PieceGraph, TensorMeta
 
-#: Symbols that may be smaller are sizes that come from data; these are tried at sizes up to the other one.
-_FIRST_USUAL, _SMALL, _MOST_TRIED = 2, 5, 4
+#: A symbol whose range starts below `_FIRST_USUAL` comes from data. To check a guard on such symbols, the first
+#: `_MAX_TRIED` of them take all sizes below `_SMALL`.
+_FIRST_USUAL, _SMALL, _MAX_TRIED = 2, 5, 4
 _CATS = (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat.default)
 _METHOD_PREFIXES = ("torch.Tensor.", "torch._C.TensorBase.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RebuiltSymbols:
-    """A ShapeEnv that knows a graph's symbols, ranges and facts, and nothing else."""
+    """A ShapeEnv with a graph's symbols, ranges and facts, and nothing else."""
 
     mode: _torch.FakeTensorMode
-    #: The symbols by the names that the graph has for them: plain integers where a range has one size.
+    #: The graph's name of each symbol → the symbol, or a plain integer if its range has one size.
     sizes: dict[str, Any]
-    #: What torch calls the symbols → what the graph calls them.
+    #: torch's name of each symbol → the graph's name.
     names: dict[str, str]
-    #: How many guards the graph's own facts made in the ShapeEnv.
+    #: How many guards the graph's own facts added to the ShapeEnv.
     num_facts: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RebuiltPiece(RebuiltSymbols):
-    """A piece as a compiler takes it: its symbols, and tensors and ops over them."""
+    """A piece in the form that compilers accept."""
 
-    #: The placeholders are the piece's inputs and then its constants, the output is a tuple.
+    #: The placeholders are the piece's inputs followed by its constants; the output is a tuple.
     module: fx.GraphModule
     #: Fake tensors, one for each placeholder.
     inputs: list[Any]
-    #: The ops that its calls came to.
+    #: The ops that its calls decompose into.
     called: _torch.CalledOps
     #: The positions of the inputs that it writes to.
     written: frozenset[int]
 
     def new_guards(self, graph: PieceGraph) -> tuple[str, ...]:
-        """Return what rebuilding and compiling took for granted beyond `graph`'s ranges and facts.
+        """Return the guards that rebuilding and compiling added beyond `graph`'s ranges and facts.
 
         Raises:
-            CompileError: The compiler fixed a size, or relies on something that cannot be written down.
+            CompileError: The compiler fixed a size, or relies on a guard that a plan cannot express.
         """
         self._refuse_fixed_sizes(graph)
         known = rebuild_symbols(graph)
         found: dict[str, None] = {}
         for expr in _torch.guard_exprs(self.mode)[self.num_facts :]:
-            # both environments name their symbols alike: the names follow from the graph's
+            # symbol names follow from the graph's, so both ShapeEnvs use the same ones
             if _torch.is_known(known.mode, expr):
                 continue
             try:
                 text = expression_text(expr, self.names)
             except SplitError as error:
-                msg = f"the compiler relies on {expr}, which a plan cannot say ({error}); the piece can run eagerly"
+                msg = f"the compiler relies on {expr}, which a plan cannot express ({error}); the piece can run eagerly"
                 raise CompileError(msg, actual=str(expr)) from error
             if text not in graph.facts:
-                _refuse_of_data(text, graph)
+                _check_sizes_from_data(text, graph)
                 found[text] = None
         return tuple(found)
 
@@ -89,34 +90,34 @@ class RebuiltPiece(RebuiltSymbols):
             name = next((theirs for theirs, ours in self.names.items() if ours == symbol.name), None)
             if name in fixed and symbol.min != symbol.max:
                 raise CompileError(
-                    f"the compiler fixed the size {symbol.name} to {fixed[name]}, so the result would serve that size "
-                    f"only; the piece runs eagerly instead, or make that dimension static",
+                    f"the compiler fixed the size {symbol.name} to {fixed[name]}, so the artifact would serve only "
+                    f"that size; the piece can run eagerly, or make that dimension static",
                     expected=f"{symbol.name} from {symbol.min} to {symbol.max or 'any'}",
                     actual=fixed[name],
                 )
 
 
-def _refuse_of_data(guard: str, graph: PieceGraph) -> None:
-    """Refuse what the compiler takes for granted of sizes that come from data, unless it is an upper limit.
+def _check_sizes_from_data(guard: str, graph: PieceGraph) -> None:
+    """Refuse a guard on sizes that come from data, unless small sizes satisfy it: nobody can choose these sizes.
 
-    Only such sizes may be 0 or 1 in a graph, and what data gives next is not for anybody to choose.
+    Only sizes that come from data may be 0 or 1 in a graph.
     """
     from_data = [symbol for symbol in graph.symbols if symbol.min < _FIRST_USUAL and symbol.name in symbols_of(guard)]
     if not from_data:
         return
     hints = choose_hints(graph)
-    for small in itertools.product(range(_SMALL), repeat=min(len(from_data), _MOST_TRIED)):
+    for small in itertools.product(range(_SMALL), repeat=min(len(from_data), _MAX_TRIED)):
         sizes = {**hints, **dict(zip((symbol.name for symbol in from_data), small, strict=False))}
         if not holds(guard, sizes):
             raise CompileError(
-                f"the compiler relies on '{guard}', which sizes that come from data need not meet; the piece runs "
-                f"eagerly instead",
+                f"the compiler relies on '{guard}', which sizes that come from data may violate; the piece can run "
+                f"eagerly",
                 actual=guard,
             )
 
 
 def rebuild_symbols(graph: PieceGraph) -> RebuiltSymbols:
-    """Return a fresh fake mode that knows `graph`'s symbols, ranges and facts.
+    """Return a fresh fake mode with `graph`'s symbols, ranges and facts.
 
     Raises:
         CompileError: No example sizes satisfy the facts.
@@ -133,12 +134,12 @@ def rebuild_symbols(graph: PieceGraph) -> RebuiltSymbols:
             names[str(_torch.symbol_of(size))] = symbol.name
     for fact in graph.facts:
         if not bool(symbolic_value(fact, sizes)):
-            raise CompileError(f"'{fact}' is false for sizes {hints}; report this to cgtool's authors", actual=hints)
+            raise CompileError(f"'{fact}' is false for sizes {hints}. This is a bug in cgtool: report it", actual=hints)
     return RebuiltSymbols(mode=mode, sizes=sizes, names=names, num_facts=len(_torch.guard_exprs(mode)))
 
 
 def symbolic_value(text: Dim, sizes: dict[str, Any]) -> Any:
-    """Return the value of an expression where symbols are `sizes`: plain or symbolic integers.
+    """Return the value of an expression with symbols replaced by `sizes`: plain or symbolic integers.
 
     Raises:
         ArtifactError: `text` is outside the grammar of expressions.
@@ -159,7 +160,7 @@ def _fold(pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return folded
 
 
-#: What an expression calls where its symbols are symbolic, in place of some of `cgtool.graph.expressions.FUNCTIONS`.
+#: The functions of an expression over symbolic integers; some replace those of `cgtool.graph.expressions.FUNCTIONS`.
 _SYMBOLIC = {
     **FUNCTIONS,
     "Max": _fold(torch.sym_max),
@@ -171,9 +172,10 @@ _SYMBOLIC = {
 
 
 class _Connectives(ast.NodeTransformer):
-    """Turns `and`, `or` and `not` into calls: as they stand, they ask each operand whether it is true.
+    """Turns `and`, `or` and `not` into calls.
 
-    The ShapeEnv would keep each answer as a fact of its own, and "s0 == 4 or s0 == 8" would fix s0.
+    Python's connectives would evaluate each operand, and the ShapeEnv would add a guard for each: "s0 == 4 or s0 == 8"
+    would fix s0.
     """
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
@@ -183,27 +185,28 @@ class _Connectives(ast.NodeTransformer):
         return self._call("not_", node, [node.operand]) if isinstance(node.op, ast.Not) else self.generic_visit(node)
 
     def _call(self, name: str, node: ast.expr, operands: list[ast.expr]) -> ast.AST:
-        call = ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=[self.visit(one) for one in operands], keywords=[])
+        args = [self.visit(operand) for operand in operands]
+        call = ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=args, keywords=[])
         return ast.fix_missing_locations(ast.copy_location(call, node))
 
 
 def rebuild(graph: PieceGraph) -> RebuiltPiece:
-    """Return a piece as a compiler takes it; without symbols it is fully static.
+    """Return a piece in the form that compilers accept; a graph without symbols is fully static.
 
     Raises:
-        CompileError: The graph cannot be rebuilt: an op refuses its inputs, or writes to one of several that share
-            their storage.
+        CompileError: The graph cannot be rebuilt: an op rejects its inputs, or writes to an input that shares its
+            storage with another.
         ArtifactError: The graph names an op or a value that does not resolve.
     """
     symbols = rebuild_symbols(graph)
     constants = constants_of(graph)
     called = _torch.CalledOps()
-    # As Dynamo does: torch 2.11's C++ composite ops cannot be called with symbolic sizes.
+    # as Dynamo does: torch 2.11's C++ composite ops do not accept symbolic sizes
     with torch.no_grad(), symbols.mode, _torch.python_dispatcher():
         inputs = _inputs(graph, symbols.sizes)
         fakes = [symbols.mode.from_tensor(constant, static_shapes=True) for constant in constants]
         writer = _Writer([*inputs, *fakes], num_constants=len(fakes))
-        with _leaving_autocast(), called:
+        with _autocast_restored(), called:
             for called.at, node in enumerate(graph.nodes):
                 writer.add(node, called.at)
         writer.finish(graph, {name: _torch.hint_of(size) for name, size in symbols.sizes.items()})
@@ -224,7 +227,7 @@ def _inputs(graph: PieceGraph, sizes: dict[str, Any]) -> list[Any]:
         first = inputs[group[0]]
         for position in group[1:]:
             other = inputs[position]
-            # one storage, as the compiler sees it; where in it a tensor begins is not part of a piece
+            # the compiler sees one storage; a tensor's offset in it is not part of a piece
             other.set_(first.untyped_storage(), 0, other.shape, other.stride())
     return inputs
 
@@ -239,7 +242,7 @@ def _empty(meta: TensorMeta, sizes: dict[str, Any]) -> Any:
 
 
 class _Writer:
-    """Adds a piece's nodes to an FX graph, and runs each on fake values to know what it gives."""
+    """Adds a piece's nodes to an FX graph, and runs each on fake values to learn its result."""
 
     def __init__(self, inputs: list[Any], num_constants: int) -> None:
         self.graph = fx.Graph()
@@ -247,11 +250,11 @@ class _Writer:
         self.inputs = inputs
         placeholders = [self._remember(self.graph.placeholder(f"in_{n}"), fake) for n, fake in enumerate(inputs)]
         first = len(inputs) - num_constants
-        #: value number → the FX node, or the plain number that it folded to
+        #: value number → the FX node, or a plain number for constant arithmetic
         self._values: list[Any] = placeholders[:first]
         self._constants = iter(placeholders[first:])
-        #: What the compiler gives strides of its own.
-        self._laid_anew: list[torch.Tensor] = []
+        #: Values for which the compiler chooses its own strides.
+        self._restrided: list[torch.Tensor] = []
 
     def add(self, node: Node, index: int) -> None:
         args = tuple(self._decode(arg) for arg in node.args)
@@ -264,7 +267,7 @@ class _Writer:
             args = (args[0], self._closed(args[0], args[1]), *args[2:])
         if not _holds_node((args, kwargs)):
             value = run(*args, **kwargs)
-            if isinstance(value, int | float | bool):  # arithmetic on sizes that are fixed
+            if isinstance(value, int | float | bool):  # arithmetic on fixed sizes
                 self._values.append(value)
                 return
         try:
@@ -277,16 +280,16 @@ class _Writer:
             ) from error
         self._values.append(self._remember(self.graph.create_node(op, target, args, kwargs), value))
         if target in _CATS and _is_copy(*args, **kwargs):
-            self._laid_anew.append(value)
+            self._restrided.append(value)
 
     def finish(self, graph: PieceGraph, hints: Mapping[str, int]) -> None:
-        """End the graph with its outputs; a piece without any gives its first value, for a compiler to hold on to."""
+        """Add the graph's outputs; a piece without outputs returns its first value, since compilers need one."""
         found = [self._lookup(ref) for ref in graph.outputs]
         plain = [ref for ref, node in zip(graph.outputs, found, strict=True) if not _is_tensor(node)]
         if plain:
             raise CompileError(
-                f"output {plain[0]} of the piece is no tensor, and a compiled piece gives tensors only; it runs "
-                f"eagerly instead",
+                f"output {plain[0]} of the piece is not a tensor, and compiled pieces return only tensors; the piece "
+                f"can run eagerly",
                 actual=plain[0],
             )
         found = [self._as_promised(node, meta, hints) for node, meta in zip(found, graph.results, strict=True)]
@@ -294,21 +297,21 @@ class _Writer:
         self.graph.lint()
 
     def _as_promised(self, node: fx.Node, meta: TensorMeta, hints: Mapping[str, int]) -> fx.Node:
-        """Return a node that gives a tensor with the strides that the trace promised to the pieces that take it.
+        """Return a node whose strides are those that the trace promised to the consumers of this output.
 
-        The very same ops may give others here: what a fake op makes of strides depends on what is known of its sizes.
+        The same ops may return other strides here, since a fake op's strides depend on what is known of its sizes.
         """
         value = node.meta["example_value"]
         if not all(map(_torch.is_backed, value.shape)):
-            return node  # the compilers refuse it, each in its words
+            return node  # compilers reject it with their own errors
         shape = [_torch.hint_of(size) for size in value.shape]
         have = [_torch.hint_of(step) for step in value.stride()]
         want = [evaluate(step, hints) for step in meta.stride]
         if shape != [evaluate(dim, hints) for dim in meta.shape]:
             return node
-        if _same_strides(shape, have, want) and not any(share_storage(value, one) for one in self._laid_anew):
+        if _same_strides(shape, have, want) and not any(share_storage(value, other) for other in self._restrided):
             return node
-        # a dimension along which everything is repeated, as heads of keys are, is taken once and repeated anew
+        # narrow expanded dimensions (stride 0), such as repeated heads of keys, and expand them again afterwards
         repeated = [dim for dim, size in enumerate(value.shape) if type(size) is int and size > 1 and want[dim] == 0]
         sizes = [size if dim in repeated else -1 for dim, size in enumerate(value.shape)]
         outer_first = sorted(range(len(want)), key=lambda dim: (-want[dim], -shape[dim]))
@@ -321,8 +324,8 @@ class _Writer:
             node = self._remember(self.graph.call_method(name, (node, *args), kwargs), value)
         if not _same_strides(shape, [_torch.hint_of(step) for step in value.stride()], want):
             raise CompileError(
-                f"the trace promised an output with strides {meta.stride}, which leave gaps and which the compiler "
-                f"would not give; the piece can run eagerly",
+                f"the trace promised an output with strides {meta.stride}, which leave gaps, so a compiler would not "
+                f"produce them; the piece can run eagerly",
                 expected=list(meta.stride),
             )
         return node
@@ -331,7 +334,7 @@ class _Writer:
         return map_aggregate(decode_value(data, self._lookup), self._in_its_place)
 
     def _in_its_place(self, value: Any) -> Any:
-        """Return the node in its place of a constant tensor or a body, anything else as it is."""
+        """Return the node that stands for a constant tensor or a body, and any other value unchanged."""
         if isinstance(value, torch.Tensor):
             return next(self._constants)
         return held_body(value, self.bodies, self.graph) if isinstance(value, Body) else value
@@ -339,9 +342,7 @@ class _Writer:
     def _lookup(self, ref: str) -> Any:
         number = int(ref.removeprefix("%"))
         if number >= len(self._values):
-            raise CompileError(
-                f"the piece uses {ref} before it exists; the plan was changed or torn: warm again", actual=ref
-            )
+            raise CompileError(f"the piece uses {ref} before it exists; the plan is damaged: warm again", actual=ref)
         return self._values[number]
 
     def _size(self, tensor: fx.Node, dim: int) -> Any:
@@ -351,9 +352,9 @@ class _Writer:
         return self._remember(self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim)), size)
 
     def _closed(self, tensor: fx.Node, index: Any) -> Any:
-        """Return an index with the size as the end of each slice that has a start alone.
+        """Return an index with the size as the stop of each slice that has only a start.
 
-        Torch takes the largest integer for it, which Inductor cannot compare with the start where something is written.
+        torch uses the largest integer for a missing stop, which Inductor cannot compare with the start in a write.
         """
         parts = index if isinstance(index, tuple) else (index,)
         if not all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts):
@@ -376,7 +377,7 @@ class _Writer:
 
 
 def held_body(body: Body, owner: torch.nn.Module, graph: fx.Graph) -> fx.Node:
-    """Let a module hold a body of its graph, and return the node that reads it."""
+    """Add a body to a module as a submodule, and return the node that reads it."""
     name = f"body_{len(dict(owner.named_children()))}"
     module = body_module(body)
     owner.add_module(name, module)
@@ -392,7 +393,7 @@ def body_module(body: Body) -> fx.GraphModule:
 
     def decoded(data: Any) -> Any:
         value = decode_value(data, lambda ref: values[int(ref.removeprefix("%"))])
-        return map_aggregate(value, lambda one: held_body(one, held, graph) if isinstance(one, Body) else one)
+        return map_aggregate(value, lambda leaf: held_body(leaf, held, graph) if isinstance(leaf, Body) else leaf)
 
     for node in body.nodes:
         args = tuple(decoded(arg) for arg in node.args)
@@ -409,21 +410,22 @@ def _call(node: Node, args: tuple[Any, ...]) -> tuple[str, Any, Callable[..., An
     if node.kind == "method":
         return "call_method", check_method(name), lambda owner, *rest, **more: getattr(owner, name)(*rest, **more)
     target = resolve_target(name)
-    if name.startswith(_METHOD_PREFIXES):  # torch's caches know methods as methods only
+    if name.startswith(_METHOD_PREFIXES):  # torch's caches accept methods only as call_method
         return "call_method", name.rpartition(".")[2], target
     if target is getattr and args[1:] not in [(name,) for name in ATTRIBUTES]:
-        raise CompileError(f"the piece reads {args[1:]} of a tensor; the plan was changed: warm again", actual=args[1:])
+        raise CompileError(f"the piece reads {args[1:]} of a tensor; the plan is damaged: warm again", actual=args[1:])
     return "call_function", target, target
 
 
 def _same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether strides are the same; those of a dimension of size 1, and of nothing at all, say nothing."""
+    """Return whether strides are equivalent; those of size-1 dimensions and of empty tensors do not matter."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
 def _is_copy(tensors: Sequence[fx.Node], *_args: Any, **_kwargs: Any) -> bool:
-    """Return whether all of these but one are empty: Inductor copies that one, in its strides, and joins nothing."""
-    empty = [any(isinstance(size, int) and not size for size in one.meta["example_value"].shape) for one in tensors]
+    """Return whether all tensors but one are empty: then Inductor copies that one and keeps its strides."""
+    shapes = [tensor.meta["example_value"].shape for tensor in tensors]
+    empty = [any(isinstance(size, int) and not size for size in shape) for shape in shapes]
     return len(empty) > 1 and empty.count(False) == 1
 
 
@@ -447,8 +449,8 @@ def _fakes(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _leaving_autocast() -> Iterator[None]:
-    """Restore autocast if a piece fails between entering and leaving it."""
+def _autocast_restored() -> Iterator[None]:
+    """Restore the state of autocast on exit, in case a piece fails inside an autocast region."""
     kinds = ("cpu", "cuda")
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     try:
@@ -460,12 +462,12 @@ def _leaving_autocast() -> Iterator[None]:
 
 
 def _refuse_shared_writes(graph: PieceGraph, written: set[int]) -> None:
-    """Refuse a write to an input that shares its storage: which elements both hold is not part of a piece."""
+    """Refuse a write to an input that shares its storage: a piece does not record which elements are shared."""
     for group in graph.aliases:
         position = next((position for position in group if position in written), None)
         if position is not None:
             raise CompileError(
                 f"the piece writes to input {position}, which shares its storage with inputs "
-                f"{[other for other in group if other != position]}; it runs eagerly instead",
+                f"{[other for other in group if other != position]}; the piece can run eagerly",
                 path=position,
             )

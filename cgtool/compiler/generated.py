@@ -1,11 +1,11 @@
-"""What compilers write for people: kept beside a rank's plan, and dumped with its graph and program where one asks.
+"""Generated code for people to read: kept beside a rank's plan, and dumped with its graph and program on request.
 
     generated/<digest[:16]>/     in a rank's folder and in a dump, by the artifact's digest
-        wrapper.cpp, kernel.cpp  what AOTInductor wrote
-        module_0.py              what Inductor wrote otherwise
-        autotuning.json          [{"op": name, "candidates": [{"name": str, "secs": float}...]}...], the fastest first
+        wrapper.cpp, kernel.cpp  written by AOTInductor
+        module_0.py              written by Inductor's other adaptors
+        autotuning.json          [{"op": name, "candidates": [{"name": str, "secs": float}...]}...], fastest first
 
-Nothing here is ever opened by a load, and no digest covers it. Must not import Dynamo or Inductor by itself.
+A load never opens these files, and no digest covers them. Importing this module must not import Dynamo or Inductor.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def compile_piece(
     """Compile a piece, as `CompilerInterface.compile` does.
 
     Returns:
-        The artifact's bytes, which say what it was compiled from; its record; and what the compiler wrote for people.
+        The artifact's bytes, which include their origin; its record; and the generated code.
     """
-    from cgtool.compiler import _torch  # sympy and all that compiles, which a hit does without
+    from cgtool.compiler import _torch  # imports sympy, which a hit does not need
 
     started = time.perf_counter()
-    seeing: Any = _torch.autotuning_seen() if max_autotune and adaptor.compiles else nullcontext([])
-    with seeing as tried:
+    recording: Any = _torch.record_autotuning() if max_autotune and adaptor.compiles else nullcontext([])
+    with recording as tried:
         piece = adaptor.compile(graph, options=options, max_autotune=max_autotune)
     texts = dict(piece.sources)
     if not texts:
@@ -57,10 +57,15 @@ def compile_piece(
 
 
 def keep_generated(layout: CacheLayout, manifest: Manifest, written: Mapping[str, Texts]) -> None:
-    """Keep what was written now for a rank's artifacts, by digest; of those compiled earlier, what another entry kept.
+    """Store the generated code of a rank's artifacts; that of reused artifacts is copied from another entry.
+
+    Args:
+        layout: The cache.
+        manifest: The rank's manifest.
+        written: Artifact digest → its generated code, for artifacts that were compiled now.
 
     Raises:
-        CacheError: It cannot be written.
+        CacheError: A file cannot be written.
     """
     for artifact in _artifacts(manifest):
         folder = generated_dir(layout, manifest.name, artifact.digest)
@@ -69,20 +74,20 @@ def keep_generated(layout: CacheLayout, manifest: Manifest, written: Mapping[str
 
 
 def dump_traced(layout: CacheLayout, name: RankName, files: Mapping[str, bytes], folder: str) -> None:
-    """Write a rank's graph and program into a folder of the user's, by entry, rank and prefix.
+    """Write a rank's graph and program into the user's dump folder, by entry, rank and prefix.
 
     Raises:
-        CacheError: They cannot be written.
+        CacheError: A file cannot be written.
     """
     for file in (GRAPH_FILE, CODE_FILE):
         write_atomic(_dump_dir(layout, name, folder) / file, files[file])
 
 
 def dump_entry(layout: CacheLayout, manifest: Manifest, folder: str) -> None:
-    """Write a rank's graph, program and generated code into a folder of the user's.
+    """Write a rank's graph, program and generated code into the user's dump folder.
 
     Raises:
-        CacheError: They cannot be read or written.
+        CacheError: A file cannot be read or written.
     """
     read = {file: read_bytes(layout.rank_dir(manifest.name) / file) for file in (GRAPH_FILE, CODE_FILE)}
     target = _dump_dir(layout, manifest.name, folder)

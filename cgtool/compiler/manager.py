@@ -1,10 +1,9 @@
-"""Compile or find: each unique piece is compiled once, whoever asks, and shared by pieces, sizes, ranges and processes.
+"""Compiles each unique piece once, and shares it between pieces, sizes, ranges and processes.
 
-Must not import Dynamo or Inductor: a manager that finds everything compiled needs only what the adaptor's digest does.
+A unit's key is the digest of the piece's identity, the shape, the options, the adaptor's digest of compiler and target,
+and `BUILD_VERSION`. It depends on nothing else: no path, no name of a model or a layer, no index of a piece.
 
-The key of a unit is the digest of the piece's identity, the shape, the options, what the adaptor says of compiler and
-target, and the version of this way of building. What a unit is stored under depends on nothing else: no path, no name
-of a model or a layer, no index of a piece.
+Must not import Dynamo or Inductor: if every unit is stored already, only the adaptor's digest needs them.
 """
 
 from __future__ import annotations
@@ -52,36 +51,41 @@ from cgtool.store.units import UnitStore
 
 _log = logging.getLogger(__name__)
 
-#: Raise it when the way from a piece to an artifact changes: what older versions built is then compiled again.
+#: Raise this when the way from a piece to an artifact changes, so that units of older versions are compiled again.
 BUILD_VERSION = 10
-#: How many units are begun with before it is known what else there is to compile; each has a thread that waits.
-_MOST_BEGUN = 64
-#: What a piece is given to when an adaptor does not take it; all others are followed by `eager`.
+#: How many units may be compiled ahead; each has a waiting thread.
+_MAX_AHEAD = 64
+#: The adaptor that a piece falls back to; `eager` for adaptors that are not listed.
 _NEXT = {"aot_inductor": "inductor_standalone"}
 
 
 def next_adaptor(adaptor: str) -> str | None:
-    """Return what a piece is given to when `adaptor` does not take it; None where nothing is left."""
+    """Return the adaptor that a piece falls back to if `adaptor` rejects it; None if there is no other."""
     return None if adaptor == EAGER else _NEXT.get(adaptor, EAGER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A unit that is stored, and how it came there."""
+    """A stored unit."""
 
     artifact: Artifact
-    #: Whether it had been compiled before: by another piece, size, rank, process or warm.
+    #: Whether it had been compiled before: for another piece or size, or by another rank, process or warm.
     reused: bool
-    #: Why it was not proved this time, where a later warm may; else "".
+    #: Why it was not proved this time, if a later warm may succeed; else "".
     unproved: str = ""
     generated: Texts = field(default_factory=dict)
 
 
 class CompilerManager:
-    """Compiles unique pieces once and puts them into an entry; any thread may ask.
+    """Compiles unique pieces once and links them into an entry; any thread may call it.
 
-    Without a pool, all is compiled in this process; without a prover, units are stored as they are; without remotes,
-    they come from here and stay here.
+    Args:
+        layout: The cache.
+        config: The options and the trust policy.
+        on_event: Receives progress events.
+        pool: Compiles pieces; None compiles in this process.
+        prover: Proves artifacts; None stores them unproved.
+        remotes: Remote stores to take units from and to push them to; None uses the local cache alone.
     """
 
     def __init__(
@@ -103,18 +107,18 @@ class CompilerManager:
         self._remotes = remotes
         self._adaptors: dict[str, CompilerInterface] = {}
         self._hashes: dict[tuple[object, ...], str] = {}
-        self._begun: dict[str, Future[Built]] = {}
+        self._ahead: dict[str, Future[Built]] = {}
         self._lock = threading.RLock()
 
     def uses_workers(self, adaptor: str) -> bool:
-        """Return whether pieces of an adaptor may be compiled outside of this process."""
+        """Return whether an adaptor's pieces may be compiled outside this process."""
         return self._pool is not None and self._adaptor(adaptor).compiles
 
     def key(self, work: Work) -> str:
         """Return the key of the unit that serves `work`.
 
         Raises:
-            ConfigError: There is no such adaptor, or an option is unknown to the compiler.
+            ConfigError: There is no such adaptor, or the compiler has no such option.
         """
         groups = groups_of(work.graph)
         return digest_of(
@@ -130,72 +134,68 @@ class CompilerManager:
         )
 
     def begin(self, work: Work) -> None:
-        """Have a worker compile, from now on, what `ensure` will be asked for: it waits for that, and says how it went.
+        """Start compiling a unit in a worker; its `ensure` then waits for the result, or raises the error.
 
         Raises:
-            ConfigError: There is no such adaptor, or an option is unknown to the compiler.
+            ConfigError: There is no such adaptor, or the compiler has no such option.
         """
         key = self.key(work)
         if self._pool is None or not self.uses_workers(work.adaptor):
             return
         future: Future[Built] = Future()
         with self._lock:
-            is_new = key not in self._begun and len(self._begun) < _MOST_BEGUN
+            is_new = key not in self._ahead and len(self._ahead) < _MAX_AHEAD
             if is_new:
-                self._begun[key] = future
+                self._ahead[key] = future
         if is_new:
-            # settings of torch belong to a thread's context: the thread sees those of this one
+            # torch keeps settings in context variables: run the thread in a copy of this context
             run, arguments = contextvars.copy_context().run, (self._settle, future, key, work)
             threading.Thread(target=run, args=arguments, name="cgtool-ahead", daemon=True).start()
 
     def ensure(self, work: Work, *, objects: ObjectStore, in_worker: bool = False) -> Built:
-        """Return the unit that serves `work`, compiled now unless it was before; its artifact is in the entry.
+        """Return the unit that serves `work`, compiled if it is not stored yet, and link its artifact into an entry.
 
-        Two processes that ask for one unit at a time compile it once: the second waits, and finds it. Interrupted at
-        any instant, the unit is either not there or whole. With `in_worker` a worker of the pool compiles it, while any
-        thread of this process waits.
+        If two processes need the same unit at the same time, one compiles it while the other waits and reuses it. If
+        interrupted at any point, the unit is either absent or complete. With `in_worker`, a worker of the pool compiles
+        the unit while the calling thread waits.
 
         Raises:
             StaysHereError: With `in_worker`: only this process can compile the piece.
-            WorkerError: With `in_worker`: the worker crashed, hung, or ran out of memory or disk.
-            CompileError: The compiler cannot compile the piece, or cannot save what it compiled. Nothing is stored.
+            WorkerError: With `in_worker`: the worker crashed, hung, or ran out of memory or disk space.
+            CompileError: The compiler cannot compile the piece, or cannot save the result. Nothing is stored.
             ProofCrashError: The process that proves the artifact died.
-            ConfigError: An option is unknown to the compiler.
+            ConfigError: The compiler has no such option.
             CacheError: The cache cannot be written.
         """
         key = self.key(work)
-        begun = self._begun.pop(key, None)
-        built = self._found(key, work, in_worker=in_worker) if begun is None else begun.result()
+        ahead = self._ahead.pop(key, None)
+        built = self._find_or_compile(key, work, in_worker=in_worker) if ahead is None else ahead.result()
         try:
             self._units.link_into(objects, key, built.artifact)
-        except CacheCorruptError:  # damaged between the look and the link: as if it had not been there
+        except CacheCorruptError:  # it was damaged since it was found: treat it as absent
             built = self._compile(key, work, in_worker=in_worker)
             self._units.link_into(objects, key, built.artifact)
         return built
 
     def _settle(self, future: Future[Built], key: str, work: Work) -> None:
         try:
-            future.set_result(self._found(key, work, in_worker=True))
-        except BaseException as error:  # noqa: BLE001  raised where the unit is asked for
+            future.set_result(self._find_or_compile(key, work, in_worker=True))
+        except BaseException as error:  # noqa: BLE001  `ensure` raises it
             future.set_exception(error)
 
-    def _found(self, key: str, work: Work, *, in_worker: bool) -> Built:
-        """Return a unit as it is stored, or compile it now."""
+    def _find_or_compile(self, key: str, work: Work, *, in_worker: bool) -> Built:
         found = self._usable(key, work)
         return self._compile(key, work, in_worker=in_worker) if found is None else Built(artifact=found, reused=True)
 
     def _usable(self, key: str, work: Work) -> Artifact | None:
-        """Return the artifact of a unit that may be used as it is."""
+        """Return the artifact of a stored unit, unless it must be proved first."""
         found = self._units.find(key)
         return None if found is not None and found.needs_proof and self._prover_of(work) is not None else found
 
     def _compile(self, key: str, work: Work, *, in_worker: bool) -> Built:
-        """Compile and prove a unit while no other process does, unless another one did it meanwhile."""
-        with self._units.lock(key, on_wait=self._waiting):
-            found = self._usable(key, work)
-            if found is not None:
-                return Built(artifact=found, reused=True)
-            found = self._elsewhere(key, work)
+        """Compile and prove a unit under its lock, unless another process stored it in the meantime."""
+        with self._units.lock(key, on_wait=self._report_waiting):
+            found = self._usable(key, work) or self._pull(key, work)
             if found is not None:
                 return Built(artifact=found, reused=True)
             unproved = self._units.find(key)
@@ -203,26 +203,26 @@ class CompilerManager:
             is_stored = unproved is not None and data is not None
             try:
                 if unproved is None or data is None:
-                    data, artifact, texts = self._compiled(work, self._options, in_worker=in_worker)
+                    data, artifact, texts = self._compile_piece(work, self._options, in_worker=in_worker)
                 else:
                     artifact, texts = unproved, {}
-                artifact, why_not = self._proved(work, data, artifact)
+                artifact, why_not = self._prove(work, data, artifact)
             except ProofMismatchError as error:
-                self._units.remove(key)  # stored unproved, it would serve whoever asks for no proof
-                options = self._rounding(work)
+                self._units.remove(key)  # a stored unproved unit would still be used under --no-proof
+                options = self._options_that_round(work)
                 if options == self._options:
                     raise
-                _log.info("Piece %s is compiled again, to round all that eager rounds: %s", work.piece_index, error)
-                data, artifact, texts = self._compiled(work, options, in_worker=in_worker)
-                artifact, why_not = self._proved(work, data, artifact)
+                _log.info("Piece %s is compiled again with eager's rounding: %s", work.piece_index, error)
+                data, artifact, texts = self._compile_piece(work, options, in_worker=in_worker)
+                artifact, why_not = self._prove(work, data, artifact)
                 is_stored = False
             self._units.put(key, data, artifact)
         if self._remotes is not None and not artifact.needs_proof and self._adaptor(work.adaptor).compiles:
             self._remotes.put_unit(key, data, artifact)
         return Built(artifact=artifact, reused=is_stored, unproved=why_not, generated=texts)
 
-    def _elsewhere(self, key: str, work: Work) -> Artifact | None:
-        """Take over a unit that was compiled and proved on another machine."""
+    def _pull(self, key: str, work: Work) -> Artifact | None:
+        """Fetch a unit that was compiled and proved on another machine."""
         if self._remotes is None or not self._adaptor(work.adaptor).compiles:
             return None
         found = self._remotes.unit(key, work.origin)
@@ -231,20 +231,20 @@ class CompilerManager:
         self._units.put(key, *found)
         return found[1]
 
-    def _rounding(self, work: Work) -> dict[str, Json]:
-        """Return the options with which the adaptor rounds as eager does, where that can matter.
+    def _options_that_round(self, work: Work) -> dict[str, Json]:
+        """Return options with which a piece in half precision rounds as eager does.
 
-        A compiler keeps what lies between two ops in float32, which may be more exact than eager, and may not: a sum
-        of what was not rounded does not fit terms that were.
+        Compilers keep values between ops in float32. That is usually more exact than eager, but not always: a sum of
+        unrounded terms can disagree with the same terms rounded elsewhere.
         """
         rounds = eps_of(lowest_dtype(work.graph)) >= torch.finfo(torch.float16).eps
         return {**(self._adaptor(work.adaptor).rounding if rounds else {}), **self._options}
 
-    def _compiled(self, work: Work, options: dict[str, Json], *, in_worker: bool) -> tuple[bytes, Artifact, Texts]:
+    def _compile_piece(self, work: Work, options: dict[str, Json], *, in_worker: bool) -> tuple[bytes, Artifact, Texts]:
         count("compiles")
         prover = self._prover_of(work)
-        if prover is not None and not (in_worker and isinstance(self._pool, Cluster)):  # which proves for itself
-            prover.start()  # it imports torch while the piece is compiled
+        if prover is not None and not (in_worker and isinstance(self._pool, Cluster)):  # a cluster's workers prove
+            prover.start()  # it imports torch while the piece compiles
         adaptor, tuned = self._adaptor(work.adaptor), _is_tuned(work)
         if not in_worker or self._pool is None:
             return compile_piece(adaptor, work.graph, work.origin, options=options, max_autotune=tuned)
@@ -262,10 +262,10 @@ class CompilerManager:
             )
         )
 
-    def _proved(self, work: Work, data: bytes, artifact: Artifact) -> tuple[Artifact, str]:
-        """Return the artifact with what a proof found, and why there was none where a later one may succeed.
+    def _prove(self, work: Work, data: bytes, artifact: Artifact) -> tuple[Artifact, str]:
+        """Return the artifact with the proof's result, and why it is unproved if a later proof may succeed.
 
-        Nothing is to be proved of what runs the piece as it stands, or was proved by the worker that compiled it.
+        Artifacts that run the piece eagerly, and those that a cluster's worker has proved, need no proof.
         """
         if not artifact.needs_proof:
             return artifact, ""
@@ -296,7 +296,7 @@ class CompilerManager:
             return self._adaptors[name]
 
     def _compiler(self, work: Work, options: dict[str, Json]) -> str:
-        """Return the adaptor's digest of compiler and options: slow for Inductor, and the same for every piece."""
+        """Return the adaptor's digest of compiler and options, cached: slow for Inductor, the same for every piece."""
         tuned = _is_tuned(work)
         with self._lock:
             place = work.adaptor, tuned, *options
@@ -304,7 +304,7 @@ class CompilerManager:
                 self._hashes[place] = self._adaptor(work.adaptor).compute_hash(options, max_autotune=tuned)
             return self._hashes[place]
 
-    def _waiting(self) -> None:
+    def _report_waiting(self) -> None:
         self._on_event(Event(phase="compile", message="waiting for another process that compiles this piece"))
 
 
@@ -315,7 +315,7 @@ def _is_tuned(work: Work) -> bool:
 def pool_of(
     config: CompilationConfig, on_event: OnEvent, *, on_cpu: bool
 ) -> AbstractContextManager[WorkerPool | Cluster | None]:
-    """Return the workers of a warm; None where everything is compiled in this process."""
+    """Return the workers of a warm; a context of None if everything is compiled in this process."""
     inductor = config.adaptor in ADAPTORS
     if config.executor and get_adaptor(config.adaptor).compiles:
         return Cluster(
@@ -333,12 +333,12 @@ def pool_of(
 
 
 def takes_compiler(config: CompilationConfig, *, on_cpu: bool) -> bool:
-    """Return whether compiling here runs the host's C++ compiler; nobody knows it of another's adaptor."""
+    """Return whether compiling here runs the host's C++ compiler; third-party adaptors are assumed not to."""
     return config.adaptor == AOT_INDUCTOR or (on_cpu and config.adaptor in ADAPTORS and config.adaptor != EAGER)
 
 
 def prover_of(config: CompilationConfig, device_index: int | None) -> AbstractContextManager[Prover | None]:
-    """Return what proves the artifacts of a warm; None where nothing is proved."""
+    """Return the prover of a warm; a context of None if nothing is proved."""
     if not config.proof or not get_adaptor(config.adaptor).compiles:
         return nullcontext()
     return Prover(timeout_secs=config.compile_timeout, device_index=device_index)

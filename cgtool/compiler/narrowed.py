@@ -1,7 +1,7 @@
-"""What a plan serves less of than its user asked for, and because of which line of the model.
+"""Notes on sizes that a plan does not serve, with the line of the model that excludes them.
 
-A trace takes one way through the model's code, and what that way took for granted of its sizes narrows what it serves.
-Sizes that no variant serves are told with the user's line, as torch's ShapeEnv remembers it.
+A trace follows one path through the model's code, and the assumptions on that path narrow the sizes that it serves.
+The line that added an assumption comes from torch's ShapeEnv.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cgtool.plan.grammar import Record
 from cgtool.plan.records import Variant
 from cgtool.plan.shapes import joined_ranges
 
-#: How torch writes where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
+#: How torch formats the place where it added a guard: "if x.shape[0] > 8:  # path/model.py:31 in forward".
 _USER_LINE = re.compile(r"(?P<code>.*?)\s*# (?:.*/)?(?P<file>[^/:]+):(?P<line>[0-9]+) in ")
-#: How many sizes of one dimension, and of each of two, are tried to see whether a relation narrows anything.
+#: How many sizes are tried to see whether a relation narrows anything: for one dimension, and for each of two.
 _TRIED_ALONE, _TRIED_TOGETHER = 600, 40
 _EXAMPLES = 3
 _ADVICE = (
-    "Require what must be served besides (--require, ModelSpec.require), or give an example of it (ModelSpec.calls): "
-    "further variants serve it then."
+    "To serve further sizes, require them (--require, ModelSpec.require) or add an example call of such a size "
+    "(ModelSpec.calls)."
 )
 
 
@@ -32,12 +32,12 @@ class Served(Record, frozen=True, kw_only=True):
     """The sizes of one dimension that one variant serves."""
 
     dim: str
-    #: The sizes at which the variant fixes other dimensions.
+    #: The other dimensions that the variant fixes, with their sizes.
     others: tuple[tuple[str, int], ...]
     low: int
-    #: None is no limit.
+    #: None if there is no limit.
     high: int | None
-    #: The lines of the model that narrowed them.
+    #: The lines of the model that narrowed the range.
     lines: tuple[str, ...] = ()
 
 
@@ -47,7 +47,7 @@ def served_by(
     names: Mapping[str, str],
     asked: Mapping[str, DynamicDim],
 ) -> Iterator[Served]:
-    """Yield what a variant serves of each dimension; `names` has what the plan calls the symbols of the trace."""
+    """Yield the range of each dimension that a variant serves; `names` maps the trace's symbols to the plan's."""
     traced = {names[symbol.name]: symbol for symbol in shape_env.var_to_range if symbol.name in names}
     symbols = {symbol.name: symbol for symbol in variant.symbols}
     for dim in asked:
@@ -56,7 +56,7 @@ def served_by(
             yield Served(dim=dim, others=others, low=variant.fixed[dim], high=variant.fixed[dim])
             continue
         low, high, lines = asked[dim].min, asked[dim].max, []
-        for name in variant.dims.get(dim, ()):  # all of them are this dimension's size
+        for name in variant.dims.get(dim, ()):  # each of these symbols is the dimension's size
             symbol, where = symbols[name], shape_env.var_to_range_sloc.get(traced[name])
             if symbol.min > max(asked[dim].min, FIRST_DYNAMIC):
                 lines.append(_user_line(getattr(where, "lower", None)))
@@ -64,43 +64,40 @@ def served_by(
                 lines.append(_user_line(getattr(where, "upper", None)))
             low = max(low, symbol.min)
             high = min((bound for bound in (high, symbol.max) if bound is not None), default=None)
-        if variant.dims.get(dim) != ():  # the model fixes it
+        if variant.dims.get(dim) != ():  # empty if the model fixes the dimension
             yield Served(dim=dim, others=others, low=low, high=high, lines=tuple(line for line in lines if line))
 
 
 def narrowed_ranges(
     served: Iterable[Served], asked: Mapping[str, DynamicDim], left_out: Sequence[Mapping[str, int]]
 ) -> tuple[str, ...]:
-    """Return a sentence for each dimension of which less is served than was asked for.
+    """Return a note for each dimension that is served only in part.
 
     Args:
-        served: What all variants serve.
+        served: The ranges that all variants serve.
         asked: The dimensions as the user declared them.
-        left_out: Sizes at which the model itself does not run, which is said elsewhere.
+        left_out: Sizes at which the model itself does not run; other notes report these.
     """
     groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Served]] = {}
-    for one in served:
-        groups.setdefault((one.dim, one.others), []).append(one)
+    for item in served:
+        groups.setdefault((item.dim, item.others), []).append(item)
     notes = []
-    for (dim, others), found in groups.items():
-        ranges = joined_ranges((one.low, one.high) for one in found)
+    for (dim, others), group in groups.items():
+        ranges = joined_ranges((item.low, item.high) for item in group)
         sizes = [at[dim] for at in left_out if dim in at and dict(others) == {k: at[k] for k in at if k != dim}]
         if joined_ranges([*ranges, *((size, size) for size in sizes)]) == [(asked[dim].min, asked[dim].max)]:
             continue
         texts = [str(low) if low == high else f"{low} to {'any' if high is None else high}" for low, high in ranges]
-        said = " and ".join(texts)
-        lines = dict.fromkeys(line for one in found for line in one.lines)
-        if lines:
-            notes.append(f"{dim} serves {said} because of {' and '.join(lines)}. {_ADVICE}")
-        else:
-            notes.append(f"{dim} serves {said}.")
+        note = f"{dim} serves {' and '.join(texts)}"
+        lines = dict.fromkeys(line for item in group for line in item.lines)
+        notes.append(f"{note} because of {' and '.join(lines)}. {_ADVICE}" if lines else f"{note}.")
     return tuple(dict.fromkeys(notes))
 
 
 def narrowing_relations(variant: Variant, relations: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for the sizes that a variant refuses within its ranges, such as those that 4 does not divide.
+    """Yield a note for the sizes inside its ranges that a variant refuses, such as those not divisible by 4.
 
-    `relations` has where torch took each of the variant's for granted: text → SLoc.
+    `relations` maps the text of each relation to the SLoc where torch assumed it.
     """
     lines = {text: _user_line(where) for text, where in relations.items()}
     dim_of = variant.dim_of
@@ -122,13 +119,14 @@ def narrowing_relations(variant: Variant, relations: Mapping[str, Any]) -> Itera
         if not refusing:
             continue
         fits = [all(holds(text, values) for text in refusing) for values in sizes]
-        such = _examples(itertools.compress(tried, fits)) or "none of the smallest ones"
+        served = _examples(itertools.compress(tried, fits)) or "none of the smallest"
         first = fits.index(True) if True in fits else len(fits)
-        others = _examples(at for at, fit in zip(tried[first:], fits[first:], strict=True) if not fit)
-        found = dict.fromkeys(line for text in refusing if (line := lines.get(text)))
-        why = f" because of {' and '.join(found)}" if found else f": {' and '.join(refusing)}"
-        but = f" and not {others}" if others else ""
-        yield f"{' and '.join(dims)} {'serves' if len(dims) == 1 else 'serve'} only some sizes ({such}, ...){but}{why}."
+        refused = _examples(at for at, fit in zip(tried[first:], fits[first:], strict=True) if not fit)
+        user_lines = dict.fromkeys(line for text in refusing if (line := lines.get(text)))
+        why = f" because of {' and '.join(user_lines)}" if user_lines else f": {' and '.join(refusing)}"
+        but = f" and not {refused}" if refused else ""
+        verb = "serves" if len(dims) == 1 else "serve"
+        yield f"{' and '.join(dims)} {verb} only some sizes ({served}, ...){but}{why}."
 
 
 def _examples(sizes: Iterable[tuple[int, ...]]) -> str:
@@ -136,6 +134,6 @@ def _examples(sizes: Iterable[tuple[int, ...]]) -> str:
 
 
 def _user_line(where: Any) -> str:
-    """Return the line of the model that an SLoc of torch names, such as "`if x.shape[0] > 8` (model.py:31)"."""
+    """Return the line of the model in one of torch's SLocs, such as "`if x.shape[0] > 8` (model.py:31)"."""
     match = _USER_LINE.match(str(getattr(where, "maybe_user_loc", None) or ""))
     return "" if match is None else f"`{match['code'].rstrip(':')}` ({match['file']}:{match['line']})"

@@ -1,7 +1,7 @@
-"""The pool of compile workers: a piece in, its artifact out.
+"""A pool of local compile workers.
 
-Any thread may ask; `jobs` pieces are compiled at a time. Leaving the pool's `with` block ends all workers and their
-compilers, whatever the reason; whoever waits for one gets a WorkerError.
+Any thread may submit a piece; up to `jobs` pieces compile at a time. Leaving the pool's `with` block, for whatever
+reason, ends all workers and the compilers that they started; threads that wait for a worker get a WorkerError.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from cgtool.machine import num_cores
 from cgtool.processes import ChildEndedError, Children, Ending, format_log
 from cgtool.store.records import Artifact
 
-#: With less, nothing can be compiled.
+#: A disk with less free space than this counts as full.
 _LEAST_FREE_BYTES = 65_536
 
 
 class WorkerPool(Children):
-    """Compile workers of this process, `jobs` of them, each in a process of its own.
+    """Compile workers of this machine, each a separate process.
 
-    `native` workers will write C++ code for the CPU.
+    Args:
+        jobs: The number of workers.
+        timeout_secs: The time limit of one piece; None is no limit.
+        inductor: Whether workers import Inductor when they start.
+        native: Whether workers will compile C++ code for the CPU.
 
     Raises:
-        WorkerError: There is no folder for temporary files.
+        WorkerError: No temporary folder can be created.
     """
 
     def __init__(
@@ -44,30 +48,30 @@ class WorkerPool(Children):
         super().__init__("cgtool.compiler.worker:main", limit=max(1, jobs), setup=setup)
 
     def start(self, count: int = 1) -> None:
-        """Start workers now, up to `count` and `jobs` in all, so that they are ready when there is work.
+        """Start workers ahead of the work, up to `count` and at most `jobs` in total.
 
         Raises:
-            WorkerError: One could not be started.
+            WorkerError: A worker cannot be started.
         """
         with _os_errors_as_worker_errors():
             super().start(count)
 
     def compile(self, request: CompileRequest) -> tuple[bytes, Artifact, Mapping[str, str]]:
-        """Have a piece compiled by a worker, and wait for it.
+        """Compile a piece in a worker, and wait for the result.
 
         Returns:
-            The artifact's bytes, its record, and what the compiler wrote for people, by name.
+            The artifact's bytes, its record, and the generated code, by file name.
 
         Raises:
-            StaysHereError: It is not for a worker; it may be compiled in this process.
-            CompileError: The compiler does not take the piece.
-            WorkerError: The worker crashed, hung, was killed, or ran out of memory or disk.
+            StaysHereError: Workers cannot compile this piece, but this process may.
+            CompileError: The compiler rejects the piece.
+            WorkerError: The worker crashed, hung, was killed, or ran out of memory or disk space.
         """
         try:
             with _os_errors_as_worker_errors():
                 answer = self.ask(request, answer=CompileReport, timeout_secs=self._timeout_secs)
         except ChildEndedError as error:
-            raise WorkerError(_sentence(error.ending, self._folder), actual=error.ending.code) from error
+            raise WorkerError(_describe(error.ending, self._folder), actual=error.ending.code) from error
         report: CompileReport = answer.record
         if report.status == "refused":
             raise StaysHereError(report.reason)
@@ -83,14 +87,14 @@ class WorkerPool(Children):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _sentence(ending: Ending, folder: Path) -> str:
-    """Return how a worker came to its end, and what can be done."""
+def _describe(ending: Ending, folder: Path) -> str:
+    """Return how a worker ended and what the user can do about it."""
     if ending.code is None:
-        advice = "Give it more time (--compile-timeout), or look where it hung."
+        advice = "Allow it more time (--compile-timeout), or find out where it hung."
     elif ending.code == -signal.SIGKILL:
         advice = "Use fewer workers (--jobs), or a machine with more memory."
     elif _is_full(folder):
-        advice = "The disk is full: free some space in the folder for temporary files (TMPDIR) and warm again."
+        advice = "The disk is full: free space in the temporary folder (TMPDIR) and warm again."
     else:
         advice = "--jobs 0 compiles in this process."
     return f"its worker {ending.how}. {advice}{format_log(ending.log)}"
@@ -109,8 +113,8 @@ def _os_errors_as_worker_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise WorkerError(
-            f"compile workers cannot be started: {error}. Free some space in the folder for temporary files (TMPDIR), "
-            "or compile in this process (--jobs 0).",
+            f"compile workers cannot be started: {error}. Free space in the temporary folder (TMPDIR), or compile in "
+            "this process (--jobs 0).",
             path=error.filename,
             actual=str(error),
         ) from error

@@ -1,16 +1,16 @@
-"""The ranks that warm one model together: where they meet, and how each learns that another one is gone.
+"""Synchronizes the ranks that warm one model together, and detects ranks that are gone.
 
-They meet in a store of torch.distributed: that of the default group, or the launcher's. It holds
+Ranks meet through a torch.distributed store: that of the default group, or the launcher's. It holds
 
-    beat/RANK     a number that the rank counts up while it lives
-    ended/RANK    how the rank ended: it is done, or it failed
-    said/N/RANK   what the rank's meeting N is about, and what it says there
-    outcome/N     whether meeting N was held; the first rank that knows says so for all
+    beat/RANK     a counter that the rank increments while it is alive
+    ended/RANK    how the rank ended: it finished, or it failed
+    said/N/RANK   the topic of the rank's meeting N, and its message
+    outcome/N     the outcome of meeting N, written by the first rank that knows it
 
-A rank says its word and waits for those of the others. Where one left before it came, failed, or says nothing for
-`_SILENT_SECS`, the meeting is called off. Its outcome is written once and read by all, by a rank that comes late too:
-so either all ranks go on together or none does. Waiting is counted in looks and not by the clock: a process that was
-stopped itself, or that a busy machine lets run now and then, takes nobody for dead.
+In a meeting, each rank posts its message and waits for those of the others. The meeting is called off if a rank left
+before it, failed, or has been silent for `_SILENT_SECS`. The outcome is written once and read by all ranks, including
+late ones, so either all ranks go on together or none does. Silence is counted in polls, not by the clock: a process
+that was itself stopped, or that gets little time on a busy machine, does not take others for dead.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from cgtool.guards import _torch as private
 from cgtool.host import launched
 from cgtool.plan.grammar import Record, decode, encode
 
-#: How often a rank says that it lives, and after how many seconds without a word it is taken for dead.
+#: The interval of a rank's heartbeat, and the silence after which it counts as dead, in seconds.
 _BEAT_SECS, _SILENT_SECS = 1.0, 20.0
-_LOOK_SECS = 0.02
-#: How long the work of this process gets to end by itself once another rank is gone: it may wait in a collective.
+_POLL_SECS = 0.02
+#: How long this process may take to fail by itself once another rank is gone; it may be blocked in a collective.
 _GRACE_SECS = 5.0
 _START_SECS = 120.0
-_AGAIN = "What was finished is kept: start all ranks again."
+_AGAIN = "Finished work is kept; start all ranks again."
 _numbers = itertools.count()
 
 
 class RankLostError(CgtoolError):
-    """Another rank failed or died; this one ends with the same exit code."""
+    """Another rank failed or died; this rank ends with the same exit code."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -53,16 +53,16 @@ class RankLostError(CgtoolError):
 
 
 class RankAbsentError(CgtoolError):
-    """Another rank takes no part in a meeting: it was done before, or it is at something else."""
+    """Another rank does not take part in a meeting: it has finished, or is in another meeting."""
 
 
 class _Outcome(Record, frozen=True, kw_only=True):
-    """How a meeting or a rank ended; all is well where nothing is said.
+    """The outcome of a meeting or of a rank; the defaults mean success.
 
     Args:
-        absent: Which rank takes no part, and why.
-        lost: Which rank failed or died, or how this one failed.
-        exit_code: That of the rank that failed.
+        absent: Which rank does not take part, and why.
+        lost: Which rank failed or died, or how this rank failed.
+        exit_code: The exit code of the failed rank.
     """
 
     absent: str = ""
@@ -71,13 +71,13 @@ class _Outcome(Record, frozen=True, kw_only=True):
 
 
 class Ranks:
-    """This process's place among the ranks that warm a model; a context, left when it has done its part.
+    """One rank of those that warm a model together; a context that lasts as long as this rank's part.
 
     Args:
-        store: What all ranks of this warm read and write, and nobody else.
-        rank: This one.
-        size: How many there are.
-        ends_process: Whether a rank that is lost ends this process where nothing else does.
+        store: A store that only the ranks of this warm use.
+        rank: The rank of this process.
+        size: The number of ranks.
+        ends_process: Whether to end this process if another rank is lost and nothing else ends it.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, ends_process: bool = False) -> None:
@@ -85,22 +85,22 @@ class Ranks:
         self._store = store
         self._others = [other for other in range(size) if other != rank]
         self.ends_process = ends_process
-        #: How many meetings this rank knows the outcome of.
+        #: The number of meetings that are over.
         self._meetings = 0
-        #: Of each other rank: its last beat, and how often in a row it was found there.
+        #: Other rank → its last heartbeat, and how many polls in a row found the same one.
         self._beats: dict[int, tuple[str | None, int]] = {}
         self._lost: RankLostError | None = None
-        #: That the store is, which does not come back.
-        self._gone: RankLostError | None = None
+        #: Set once the store is lost, for good.
+        self._store_error: RankLostError | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     @classmethod
     def of_launch(cls) -> Self | None:
-        """Return this process's place among those that a launcher such as torchrun started; None where it is alone.
+        """Return this process's rank among those that a launcher such as torchrun started; None without a launcher.
 
         Raises:
-            RankLostError: The others are not to be found.
+            RankLostError: The other ranks cannot be reached.
         """
         if not launched() or not torch.distributed.is_available():
             return None
@@ -114,7 +114,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls) -> Self | None:
-        """Return this process's place in the default process group; None where it has none, or one that is faked."""
+        """Return this process's rank in the default process group; None if there is no group, or a fake one."""
         if not private.exchanges():
             return None
         store = _of_this_warm(private.store_of_group())
@@ -127,53 +127,53 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with contextlib.suppress(RankLostError):
             self._end(error)
-            # Where there is no agent, rank 0 keeps the store, which the others read this in and say theirs.
+            # without an agent, rank 0 hosts the store: keep it until the other ranks have posted how they ended
             stays = self.rank == 0 and self.ends_process and (error is None or isinstance(error, Exception))
             while stays and any(self._ended(other) is None and not self._is_silent(other) for other in self._others):
-                time.sleep(_LOOK_SECS)
+                time.sleep(_POLL_SECS)
         self._left.set()
         self._thread.join()
 
     def meet(self, about: str, word: str, *, insists: bool = False) -> list[str]:
-        """Wait until every rank came to this meeting; return what they say, by rank.
+        """Wait until every rank has come to this meeting; return their messages, by rank.
 
         Args:
-            about: What the meeting is about, in one line; all ranks must mean the same.
-            word: What this rank says.
-            insists: Whether to wait for the next meeting, and the next, while other ranks are at something else.
+            about: The topic of the meeting, in one line; it must be the same for all ranks.
+            word: This rank's message.
+            insists: Whether to repeat this until all ranks meet about the same topic.
 
         Raises:
-            RankLostError: One failed or died.
-            RankAbsentError: One has left without coming here, or is at something else.
+            RankLostError: A rank failed or died.
+            RankAbsentError: A rank has left before this meeting, or is in another one.
         """
         while True:
-            said = [text.partition("\n") for text in self._heard(f"{about}\n{word}")]
-            elsewhere = [(rank, theirs) for rank, (theirs, *_) in enumerate(said) if theirs != about]
+            messages = [text.partition("\n") for text in self._exchange(f"{about}\n{word}")]
+            elsewhere = [(rank, topic) for rank, (topic, *_) in enumerate(messages) if topic != about]
             if not elsewhere:
-                return [text for *_, text in said]
+                return [text for *_, text in messages]
             if not insists:
-                rank, theirs = elsewhere[0]
-                msg = f"rank {rank} is at something else ({theirs!r}; rank {self.rank} is at {about!r})"
+                rank, topic = elsewhere[0]
+                msg = f"rank {rank} is in another step ({topic!r}; rank {self.rank} is in {about!r})"
                 raise RankAbsentError(msg)
 
     def agree(self, about: str, *, yes: bool) -> bool:
-        """Return whether all ranks say yes."""
+        """Return whether all ranks vote yes."""
         return all(word == "y" for word in self.meet(about, "y" if yes else "n"))
 
     def agree_launched(self, about: str, *, yes: bool) -> bool:
-        """Return whether all ranks that a launcher started say yes; one of another group speaks for itself alone."""
+        """Return whether all ranks that a launcher started vote yes; a rank of any other group decides alone."""
         try:
             return self.agree(about, yes=yes) if self.ends_process else yes
         except RankAbsentError:
             return yes
 
-    def _heard(self, text: str) -> list[str]:
-        """Say something at the next meeting; return what all ranks say there."""
+    def _exchange(self, text: str) -> list[str]:
+        """Post a message at the next meeting; return the messages of all ranks."""
         number = self._meetings
-        self._say(f"said/{number}", text)
+        self._post(f"said/{number}", text)
         awaited = set(self._others)
         while (outcome := self._outcome(number, awaited)) is None:
-            time.sleep(_LOOK_SECS)
+            time.sleep(_POLL_SECS)
         self._meetings += 1
         if outcome.lost:
             raise RankLostError(outcome.lost, outcome.exit_code)
@@ -182,23 +182,23 @@ class Ranks:
         return [self._read(f"said/{number}/{rank}") or "" for rank in range(self.size)]
 
     def _outcome(self, number: int, awaited: set[int]) -> _Outcome | None:
-        """Return how a meeting ended, once that is known; those who came are awaited no more."""
+        """Return the outcome of a meeting once it is known; ranks that have come are removed from `awaited`."""
         key = f"outcome/{number}"
-        mine = self._trouble(number, awaited) if awaited else None
-        if mine is None and awaited:
-            said = self._read(key)
-            return None if said is None else decode(said.encode(), _Outcome)
-        words = encode(mine or _Outcome()).decode()
-        # whoever is first says it for all
-        return decode(self._ask(lambda: self._store.compare_set(key, "", words)), _Outcome)
+        failure = self._failure(number, awaited) if awaited else None
+        if failure is None and awaited:
+            text = self._read(key)
+            return None if text is None else decode(text.encode(), _Outcome)
+        text = encode(failure or _Outcome()).decode()
+        # the first rank decides for all
+        return decode(self._query(lambda: self._store.compare_set(key, "", text)), _Outcome)
 
-    def _trouble(self, number: int, awaited: set[int]) -> _Outcome | None:
-        """Return why a meeting cannot be held, where it cannot; those who came are awaited no more."""
+    def _failure(self, number: int, awaited: set[int]) -> _Outcome | None:
+        """Return why a meeting cannot be held, if so; ranks that have come are removed from `awaited`."""
         for other in sorted(awaited):
             if self._read(f"said/{number}/{other}") is not None:
                 awaited.remove(other)
             elif (ended := self._ended(other)) is not None and not ended.lost:
-                return _Outcome(absent=f"rank {other} was done before")
+                return _Outcome(absent=f"rank {other} has finished already")
             elif (lost := self._why_lost(other) or self._lost) is not None:
                 return _Outcome(lost=str(lost), exit_code=lost.exit_code)
         return None
@@ -208,17 +208,17 @@ class Ranks:
         if ended is not None and ended.lost:
             return RankLostError(f"Rank {other} failed: {ended.lost}", ended.exit_code)
         if ended is None and self._is_silent(other):
-            came = self._beats[other][0] is not None
-            why = "it died, it is stopped, or its machine is gone" if came else "it died, or has not begun to warm yet"
-            return RankLostError(f"Rank {other} has said nothing for {_SILENT_SECS:g} s: {why}. {_AGAIN}")
+            has_started = self._beats[other][0] is not None
+            why = "it died, is stopped, or lost its machine" if has_started else "it died, or has not started to warm"
+            return RankLostError(f"Rank {other} has been silent for {_SILENT_SECS:g} s: {why}. {_AGAIN}")
         return None
 
     def _watch(self) -> None:
-        """Say that this rank lives, and look whether the others do."""
+        """Post this rank's heartbeat and check those of the others, until this rank leaves."""
         lost_secs = 0.0
         for beat in itertools.count():
             try:
-                self._say("beat", str(beat))
+                self._post("beat", str(beat))
                 for other in self._others:
                     now, (before, times) = self._read(f"beat/{other}"), self._beats.get(other, (None, 0))
                     self._beats[other] = (now, times + 1 if now == before else 0)
@@ -240,53 +240,49 @@ class Ranks:
 
     def _end(self, error: BaseException | None) -> None:
         lost = "" if error is None else _printable(error).strip() or type(error).__name__
-        self._say("ended", encode(_Outcome(lost=lost, exit_code=getattr(error, "exit_code", 1))).decode())
+        self._post("ended", encode(_Outcome(lost=lost, exit_code=getattr(error, "exit_code", 1))).decode())
 
     def _ended(self, other: int) -> _Outcome | None:
-        said = self._read(f"ended/{other}")
-        return None if said is None else decode(said.encode(), _Outcome)
+        text = self._read(f"ended/{other}")
+        return None if text is None else decode(text.encode(), _Outcome)
 
-    def _say(self, key: str, text: str) -> None:
-        self._ask(lambda: self._store.set(f"{key}/{self.rank}", _printable(text)))
+    def _post(self, key: str, text: str) -> None:
+        self._query(lambda: self._store.set(f"{key}/{self.rank}", _printable(text)))
 
     def _read(self, key: str) -> str | None:
-        found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        found = self._query(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else found.decode()
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Ask the store something, in a thread: where the machine that keeps it is gone, no answer comes for ever."""
-        if self._gone is not None:
-            raise self._gone
+    def _query(self, operation: Callable[[], Any]) -> Any:
+        """Run an operation on the store in a thread: if the store's host is gone, the operation never returns."""
+        if self._store_error is not None:
+            raise self._store_error
         answer: Future[Any] = Future()
 
-        def ask() -> None:
+        def run() -> None:
             try:
-                answer.set_result(question())
-            except Exception as error:  # noqa: BLE001 - raised below, by whoever asks
+                answer.set_result(operation())
+            except Exception as error:  # noqa: BLE001 - raised below
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=run, daemon=True).start()
+        lost = "The ranks have lost each other: the rank or launcher that hosts their store"
         try:
             for _ in range(int(_SILENT_SECS / _BEAT_SECS)):
                 with contextlib.suppress(TimeoutError):
                     return answer.result(_BEAT_SECS)
         except RuntimeError as error:
-            msg = f"The ranks have lost each other: the rank or launcher that keeps their store is gone. {_AGAIN}"
-            self._gone = RankLostError(msg)
-            raise self._gone from error
-        msg = (
-            "The ranks have lost each other: the rank or launcher that keeps their store has said nothing for "
-            f"{_SILENT_SECS:g} s. {_AGAIN}"
-        )
-        self._gone = RankLostError(msg)
-        raise self._gone
+            self._store_error = RankLostError(f"{lost} is gone. {_AGAIN}")
+            raise self._store_error from error
+        self._store_error = RankLostError(f"{lost} has been silent for {_SILENT_SECS:g} s. {_AGAIN}")
+        raise self._store_error
 
 
 def _of_this_warm(store: Any) -> Any:
-    """Return the part of a store that belongs to this process's next warm, and to the same one of every rank."""
+    """Return the part of a store for this process's next warm, which is the same for every rank."""
     return torch.distributed.PrefixStore(f"cgtool/{next(_numbers)}", store)
 
 
 def _printable(text: object) -> str:
-    """Return a text as UTF-8 has it: a path in it may hold bytes that are none."""
+    """Return a text as valid UTF-8; a path in it may hold other bytes."""
     return str(text).encode("utf-8", "backslashreplace").decode()

@@ -1,9 +1,8 @@
-"""A request to compile a piece in another process, and what must hold there before it means what it means here.
+"""Requests to compile a piece in another process, and the state that the other process needs first.
 
-That is the modules that register a piece's custom ops, imported by name or from their file, and what was changed of
-torch's global state. The compiler hash counts most of that state, too: a worker that could not take over a setting
-refuses its pieces. A module that is `__main__`, or that no file was read for, exists in one process only: a piece that
-needs it stays here.
+That state is the modules that register a piece's custom ops, imported by name or from their file, and the changed parts
+of torch's global state. Most of that state also enters the compiler hash, so a worker that cannot apply a setting
+refuses the piece. A piece that needs `__main__`, or a module without a file, stays in this process.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from cgtool.store.artifacts import Origin
 from cgtool.store.key import difference_between, sentences
 from cgtool.store.records import Artifact
 
-#: Of a piece with collectives: those that a whole call has are run by all ranks.
+#: The proof gap of a piece with collectives; the whole call, which all ranks run together, proves these.
 NEEDS_RANKS = "not proved alone: its collectives need other processes"
-#: Packages whose modules every worker has.
-_OURS = ("torch", "cgtool")
+#: Packages that every worker has.
+_PREINSTALLED = ("torch", "cgtool")
 
 
 class StaysHereError(CgtoolError):
-    """A piece cannot leave this process, or no worker takes it: here it may compile all the same."""
+    """Workers cannot compile a piece, but this process may be able to."""
 
 
 class WorkerSetup(Record, frozen=True, kw_only=True):
-    """What all workers of a pool are told as they start."""
+    """The settings of all workers of a pool."""
 
     #: How many processes Inductor may use for one piece.
     threads: Count
-    #: Whether to import Inductor before there is a unit.
+    #: Whether to import Inductor at start.
     inductor: bool
-    #: Whether C++ code will be written for the CPU.
+    #: Whether the worker will compile C++ code for the CPU.
     native: bool
-    #: A folder of theirs: what one of them found out of this machine, the others take.
+    #: A folder in which workers share the results of probing this machine.
     shared: str
 
 
@@ -63,58 +62,61 @@ class Provider(Record, frozen=True, kw_only=True):
     """A module that registers custom ops or an adaptor."""
 
     module: str
-    #: Where an import statement does not find it: a script that the user named by its path.
+    #: The module's file, if an import statement does not find it, such as a script that the user named by its path.
     file: str | None = None
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """What of global state decides what torch's ops and compilers give."""
+    """The global state that decides what torch's ops and compilers compute."""
 
     torch: dict[str, Any]
-    #: Options that were changed; what the environment gave is the worker's own.
+    #: Options of Inductor that were changed; those from environment variables are the worker's own.
     inductor: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class CompileRequest(Record, frozen=True, kw_only=True):
-    """One piece to compile, specialised or restricted to its shape."""
+    """One piece to compile, specialized to its shape."""
 
     graph: PieceGraph
     origin: Origin
     adaptor: str
     options: dict[str, Any]
     max_autotune: bool
-    #: The adaptor's `compute_hash` where the request was made: a worker with another refuses the request.
+    #: The adaptor's `compute_hash` in the requesting process; a worker with a different one refuses the request.
     compiler: Digest
     #: Modules to import first.
     imports: tuple[Provider, ...]
-    #: What holds in the process that made the request.
+    #: The settings of the requesting process.
     settings: Settings
-    #: What a worker on another machine must share, as `factors_here` says; empty asks for nothing.
+    #: The factors, as from `factors_here`, that a worker on another machine must share; empty requires none.
     factors: dict[str, Json] = msgspec.field(default_factory=dict)
-    #: Whether a worker on another machine proves what it compiled.
+    #: Whether a worker on another machine proves the artifact.
     prove: bool = False
-    #: The groups of processes that its ops name, each with its size: a worker is in none of them.
+    #: The process groups that the piece's ops name, with their sizes; a worker is a member of none.
     groups: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class CompileReport(Record, frozen=True, kw_only=True):
-    """What a worker says of a request; the artifact's bytes go beside it.
+    """A worker's answer to a request; the artifact's bytes are sent beside it.
 
-    A refused request is not for that process, and is compiled elsewhere. Of a rejected one the compiler does not take
-    the piece; of a wrong one a proof refused what it made. A failed one met memory, disk or a bug.
+    Args:
+        status: "done"; "refused": this worker cannot serve the request, another may; "rejected": the compiler rejects
+            the piece; "wrong": the proof found the artifact wrong; "failed": out of memory or disk space, or a bug.
+        artifact: The record of the artifact, if it is done.
+        generated: The generated code, file name → text.
+        reason: Why it is not done.
+        op: The op at which the compiler rejected the piece, if it names one.
     """
 
     status: Literal["done", "refused", "rejected", "wrong", "failed"]
     artifact: Artifact | None = None
-    #: What the compiler wrote for people, name → text.
     generated: dict[str, str] = msgspec.field(default_factory=dict)
     reason: str = ""
-    #: The op of the piece at which it was rejected, where the compiler names one.
     op: str | None = None
 
 
 def groups_of(graph: PieceGraph) -> dict[str, int]:
-    """Return the groups of processes that the ops of a piece name and this process is in, each with its size."""
+    """Return the process groups that a piece's ops name and that include this process, with their sizes."""
     if not guards_private.process_group_is_initialized():
         return {}
     values = (value for node in graph.every_node() for value in (*node.args, *node.kwargs.values()))
@@ -130,7 +132,7 @@ def imports_for(ops: Iterable[str], adaptor: object) -> tuple[Provider, ...]:
     """Return the modules to import for a piece with these custom ops and an adaptor.
 
     Raises:
-        StaysHereError: One of them is not to be found by another process.
+        StaysHereError: Another process cannot import one of them.
     """
     names: dict[str, None] = {}
     for op in ops:
@@ -139,14 +141,14 @@ def imports_for(ops: Iterable[str], adaptor: object) -> tuple[Provider, ...]:
             raise StaysHereError(f"no module is known to register the op {op}", path=op)
         names.update(found)
     names[type(adaptor).__module__] = None
-    return tuple(_provider(name) for name in names if name.partition(".")[0] not in _OURS)
+    return tuple(_provider(name) for name in names if name.partition(".")[0] not in _PREINSTALLED)
 
 
 def import_providers(providers: Iterable[Provider]) -> None:
     """Import each module once, in order.
 
     Raises:
-        ModelError: A module is not here, or its code raised.
+        ModelError: A module cannot be imported.
     """
     for provider in providers:
         name = provider.module
@@ -157,27 +159,27 @@ def import_providers(providers: Iterable[Provider]) -> None:
                 importlib.import_module(name)
             else:
                 _import_file(name, Path(provider.file))
-        except Exception as error:  # the code of a user raises what it likes
+        except Exception as error:  # user code may raise anything
             raise ModelError(
-                f"{provider.file or name}, which provides custom ops of the model, could not be imported by a process "
-                f"that builds its pieces: {type(error).__name__}: {error}. Make it importable from a fresh process.",
+                f"{provider.file or name}, which registers the model's custom ops, cannot be imported in a worker "
+                f"process: {type(error).__name__}: {error}. Make it importable from a fresh process.",
                 path=provider.file or name,
                 actual=str(error),
             ) from error
 
 
 def why_ops_differ(ops: dict[str, str]) -> str | None:
-    """Return why the custom ops here are not those that a piece was traced with, or None."""
+    """Return why the custom ops here differ from those that a piece was traced with, or None."""
     for name, digest in ops.items():
         if guards_private.find_op(name) is None:
-            return f"importing its modules registers no op {name}"
+            return f"importing its modules does not register the op {name}"
         if op_digest(name) != digest:
-            return f"the op {name} has another schema or fake implementation in a fresh process"
+            return f"the op {name} has a different schema or fake implementation in a fresh process"
     return None
 
 
 def _modules_of(op: str) -> Iterator[str]:
-    """Yield the names of the modules that registered an op, as far as they can be known."""
+    """Yield the names of the modules that registered an op, as far as they are known."""
     provider = provider_of(op.partition(".")[0])
     if provider is not None:
         yield provider
@@ -185,28 +187,28 @@ def _modules_of(op: str) -> Iterator[str]:
     found = guards_private.find_op(op)
     if found is None:
         return
-    from cgtool.compiler import _torch  # as above: only for ops that do not say who registered them
+    from cgtool.compiler import _torch  # imports sympy; needed only for ops that do not record their provider
 
     files = {place.rpartition(":")[0] for place in _torch.places_of(op)}
-    written = [guards_private.fake_implementation(found), _torch.author_of(op)]
-    yield from (function.__module__ for function in written if getattr(function, "__module__", None))
+    functions = [guards_private.fake_implementation(found), _torch.author_of(op)]
+    yield from (function.__module__ for function in functions if getattr(function, "__module__", None))
     for name, module in list(sys.modules.items()):
-        if getattr(module, "__file__", None) in files and name.partition(".")[0] not in _OURS:
+        if getattr(module, "__file__", None) in files and name.partition(".")[0] not in _PREINSTALLED:
             yield name
 
 
 def _provider(name: str) -> Provider:
     module = sys.modules.get(name)
     if name == "__main__" or module is None:
-        raise StaysHereError(f"the module {name} exists in this process only", path=name)
+        raise StaysHereError(f"the module {name} exists only in this process", path=name)
     file = getattr(module, "__file__", None)
     if file is None:
-        raise StaysHereError(f"the module {name} was read from no file", path=name)
+        raise StaysHereError(f"the module {name} has no file", path=name)
     return Provider(module=name, file=None if _is_findable(name, file) else str(Path(file).resolve()))
 
 
 def _is_findable(name: str, file: str) -> bool:
-    """Return whether an import statement of a fresh process finds this very file by the name."""
+    """Return whether importing `name` in a fresh process finds this file."""
     spec = find_spec(name, sys.path)
     return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
 
@@ -214,16 +216,16 @@ def _is_findable(name: str, file: str) -> bool:
 def _import_file(name: str, path: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        msg = f"{path} is no Python file"
+        msg = f"{path} is not a Python file"
         raise ImportError(msg)
     folder = str(path.parent)
-    if folder not in sys.path:  # as for a script: its neighbours can be imported
+    if folder not in sys.path:  # as for a script, so that it can import its neighbors
         sys.path.insert(0, folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:  # whatever ended it: half a module is none
+    except BaseException:  # do not leave a partly initialized module behind
         del sys.modules[name]
         raise
 
@@ -232,26 +234,26 @@ def _import_file(name: str, path: Path) -> None:
 
 
 def factors_here() -> dict[str, Json]:
-    """Return the factors of this machine and its Python, without those that a request brings along as settings."""
+    """Return the factors of this machine and its Python, without those that are sent as settings."""
     return {name: value for name, value in environment_factors().items() if name not in ("precision", "inductor")}
 
 
 def why_machines_differ(factors: Mapping[str, Json]) -> str | None:
-    """Return in what this machine differs from that of a request, or None."""
-    now = factors_here() if factors else {}
-    found = [said for name, old in factors.items() for said in sentences(difference_between(name, old, now.get(name)))]
-    return "; ".join(found) or None
+    """Return how this machine differs from that of a request, or None."""
+    here = factors_here() if factors else {}
+    differences = (difference_between(name, value, here.get(name)) for name, value in factors.items())
+    return "; ".join(text for difference in differences for text in sentences(difference)) or None
 
 
 # settings
 
 
 def _set_matmul_precision(value: str) -> None:
-    if value != "mixed":  # else it is no setting: the backends' own precisions say it all
+    if value != "mixed":  # "mixed" cannot be set: it only reflects the backends' precisions
         torch.set_float32_matmul_precision(value)
 
 
-#: name → (how to read it, how to set it). Values are JSON.
+#: Name → (getter, setter). Values are JSON.
 _STATE: dict[str, tuple[Callable[[], Json], Callable[[Any], object]]] = {
     "float32_matmul_precision": (lambda: current("float32_matmul_precision"), _set_matmul_precision),
     "deterministic": (
@@ -267,7 +269,7 @@ _STATE: dict[str, tuple[Callable[[], Json], Callable[[Any], object]]] = {
         torch.set_default_device,
     ),
 }
-#: Switches of torch.backends: dotted names, plain values. What is inherited comes before what inherits it.
+#: Settings of torch.backends by their dotted names, with plain values. A setting precedes those that inherit from it.
 _BACKENDS = (
     "fp32_precision",
     "cudnn.fp32_precision",
@@ -287,10 +289,10 @@ _BACKENDS = (
 
 
 def changed_settings() -> Settings:
-    """Return the settings of this process that a worker does not have by itself.
+    """Return the settings of this process that a worker must apply.
 
     Raises:
-        StaysHereError: One of them is no JSON: a function, an object.
+        StaysHereError: The value of a setting is not JSON, such as a function.
     """
     inductor = changed_inductor_settings()
     for name, value in inductor.items():
@@ -299,14 +301,14 @@ def changed_settings() -> Settings:
 
 
 def torch_settings() -> dict[str, Json]:
-    """Return what of torch's own state decides what its ops give in this process."""
+    """Return the parts of torch's global state that decide what its ops compute."""
     return {name: read() for name, (read, _) in _STATE.items()} | {name: _get(name) for name in _BACKENDS}
 
 
 def apply_settings(settings: Settings) -> None:
-    """Make the settings of another process those of this one, for good: only a child that ends with its work does."""
+    """Apply the settings of another process; for children only, since nothing restores the old ones."""
     if settings.inductor:
-        from cgtool.compiler import _torch  # sympy and more, which a proof does without
+        from cgtool.compiler import _torch  # imports sympy, which a proof does not need
 
         _torch.set_inductor_options(settings.inductor)
     for name, value in settings.torch.items():
@@ -325,8 +327,8 @@ def _check(name: str, value: Json) -> None:
         same = False
     if not same:
         raise StaysHereError(
-            f"the setting {name} is {value!r:.80}, which a file cannot hold; leave it at its default to compile in "
-            "worker processes",
+            f"the setting {name} is {value!r:.80}, which cannot be sent to a worker; leave it at its default to "
+            "compile in worker processes",
             path=name,
         )
 

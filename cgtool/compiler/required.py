@@ -1,4 +1,4 @@
-"""Which sizes a plan serves, and which it lacks of those that its user requires. Must not import torch."""
+"""Required sizes: the sizes that the user asked a plan to serve, and those it does not. Must not import torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from cgtool.errors import UsageError
 from cgtool.graph.expressions import holds, symbols_of
 from cgtool.plan.records import Variant
 
-#: Dimension → its smallest and its largest size, inclusive: every size between them must be served.
+#: Dimension → its smallest and largest required size, inclusive.
 Required = Mapping[str, tuple[int, int]]
 
-#: So many combinations of sizes are looked at one by one; of more, the ends of all ranges and the smallest sizes.
-_MOST_POINTS = 65536
-_MOST_SMALL = 256
+#: Up to this many combinations of sizes are all checked; beyond it, only small sizes and the ends of all ranges.
+_MAX_POINTS = 65536
+_MAX_SMALL = 256
 
 
 def check_required(require: Required, bounds: Mapping[str, tuple[int, int | None]]) -> None:
-    """Refuse to require what the model's dynamic dimensions do not allow.
+    """Check required sizes against the model's dynamic dimensions.
 
     Raises:
-        UsageError: A dimension is not dynamic, or a range is empty or beyond its dimension's.
+        UsageError: A dimension is not dynamic, or a range is empty or exceeds its dimension's range.
     """
     for name, (low, high) in require.items():
         if name not in bounds:
             known = ", ".join(bounds) or "none"
-            msg = f"{name} is required and is no dynamic dimension of this model (it has: {known})."
+            msg = f"{name} is required but is not a dynamic dimension of this model (it has: {known})."
             raise UsageError(msg, path=name, expected=sorted(bounds), actual=name)
         least, most = bounds[name]
         if not least <= low <= high or (most is not None and high > most):
             allowed = f"{least} to {'any' if most is None else most}"
-            msg = f"{name} is required from {low} to {high} and is declared as {allowed}. Require a part of that."
+            msg = f"{name} is required from {low} to {high} but is declared as {allowed}. Require sizes in that range."
             raise UsageError(msg, path=name, expected=allowed, actual=(low, high))
 
 
 def serves(variant: Variant, sizes: Mapping[str, int]) -> bool:
-    """Return whether a variant's ranges and relations take these sizes of its dimensions."""
+    """Return whether a variant's ranges and relations allow these sizes of its dimensions."""
     if any(variant.fixed.get(name, size) != size for name, size in sizes.items()):
         return False
     values = {symbol: size for name, size in sizes.items() for symbol in variant.dims.get(name, ())}
@@ -51,22 +51,22 @@ def serves(variant: Variant, sizes: Mapping[str, int]) -> bool:
 def required_sizes(
     require: Required, others: Mapping[str, int], variants: Iterable[Variant]
 ) -> Iterator[dict[str, int]]:
-    """Yield the combinations of sizes to look at, in rising order, with the size of each other dimension."""
+    """Yield the combinations of required sizes to check, in rising order, each with the sizes in `others`."""
     every = [range(low, high + 1) for low, high in require.values()]
-    if math.prod(map(len, every)) <= _MOST_POINTS:
+    if math.prod(map(len, every)) <= _MAX_POINTS:
         candidates: Sequence[Sequence[int]] = every
     else:
         ends = {name: _ends(name, variants) for name in require}
         candidates = [
-            sorted({*sizes[:_MOST_SMALL], sizes[-1], *(size for size in ends[name] if size in sizes)})
+            sorted({*sizes[:_MAX_SMALL], sizes[-1], *(size for size in ends[name] if size in sizes)})
             for name, sizes in zip(require, every, strict=True)
         ]
-    for point in itertools.islice(itertools.product(*candidates), _MOST_POINTS):
+    for point in itertools.islice(itertools.product(*candidates), _MAX_POINTS):
         yield {**others, **dict(zip(require, point, strict=True))}
 
 
 def _ends(name: str, variants: Iterable[Variant]) -> set[int]:
-    """Return the sizes of a dimension at which a range of a variant begins or ends, and those beside them."""
+    """Return the sizes of a dimension at and next to the ends of the variants' ranges."""
     found: set[int] = set()
     for variant in variants:
         carried = set(variant.dims.get(name, ()))
@@ -78,17 +78,17 @@ def _ends(name: str, variants: Iterable[Variant]) -> set[int]:
 def unserved(
     variants: Sequence[Variant], require: Required, others: Mapping[str, Mapping[str, int]]
 ) -> tuple[str, ...]:
-    """Return a sentence for each example call with the first sizes that are required and that no variant serves.
+    """Return a reason for each example call with required sizes that no variant serves; it names the first of them.
 
-    `others` has the size of each dynamic dimension that a call passes, by the call's name.
+    `others` maps each call's name to the size of each dynamic dimension that the call passes.
     """
-    found = []
+    reasons = []
     for name, sizes in others.items():
-        own = [variant for variant in variants if variant.name == name]
-        asked = {dim: bounds for dim, bounds in require.items() if dim in sizes}
-        for point in required_sizes(asked, sizes, own) if asked else ():
-            if not any(serves(variant, point) for variant in own):
-                said = " and ".join(f"{dim} = {point[dim]}" for dim in asked)
-                found.append(f"{said} is required of the call {name!r}, and no variant serves it")
+        of_call = [variant for variant in variants if variant.name == name]
+        required = {dim: bounds for dim, bounds in require.items() if dim in sizes}
+        for point in required_sizes(required, sizes, of_call) if required else ():
+            if not any(serves(variant, point) for variant in of_call):
+                text = " and ".join(f"{dim} = {point[dim]}" for dim in required)
+                reasons.append(f"{text} is required of the call {name!r}, and no variant serves it")
                 break
-    return tuple(found)
+    return tuple(reasons)

@@ -1,8 +1,8 @@
-"""Sizes for the symbols of a piece: inside their ranges, true to its facts, the same in every process.
+"""Sizes for the symbols of a piece: within their ranges, satisfying its facts, and the same in every process.
 
-A compiler looks at example sizes where it may choose, and takes equal ones for a hint that they belong together. So
-they are distinct and, where the facts allow, primes: a prime divides by nothing that a graph holds by chance. A proof
-runs a piece at the ends of what it serves: at the smallest sizes, and at the largest that are worth the time.
+Compilers use example sizes as hints and may treat equal ones as related. So the sizes are distinct and, if the facts
+allow, prime, so that none is divisible by a number in the graph by coincidence. A proof runs a piece at both ends of
+its ranges: at the smallest sizes, and at the largest that can be run in reasonable time.
 
 Must not import torch.
 """
@@ -25,18 +25,18 @@ from cgtool.plan.pieces import Dim, PieceGraph, SymbolRange, TensorMeta
 Sizes = dict[str, int]
 
 _PRIMES = (67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163)
-#: Sizes that satisfy "divisible by" facts.
+#: Sizes that satisfy divisibility facts.
 _ROUND = tuple(factor * base for base in (64, 80, 96, 112, 60, 84, 90, 100) for factor in (1, 2, 3, 4, 8, 16, 32, 64))
-#: 0 and 1 are sizes that compilers make code of their own for: only where nothing else is allowed.
+#: Compilers specialize code for sizes 0 and 1, so these are used only if no other size is allowed.
 _FIRST_USUAL = 2
-#: How many assignments are tried before giving up, for examples and for one attempt at an end of the ranges.
+#: How many assignments are tried: for example sizes, and for one attempt at an end of the ranges.
 _BUDGET, _END_BUDGET = 200_000, 5_000
 #: How many sizes next to an end are tried.
 _NEAR_END = 600
-#: No dimension is proved beyond it.
-_MOST = 1 << 20
-#: As large as this even where the estimate of the work is beyond its limit.
-_LEAST_LARGE = 19
+#: The largest size that a proof tries.
+_MAX_SIZE = 1 << 20
+#: Sizes up to this one are proved even if the estimated work exceeds its limit.
+_ALWAYS_ALLOWED = 19
 _ITEM_BYTES = {"64": 8, "32": 4, "16": 2, "8": 1, "128": 16}
 
 
@@ -44,14 +44,14 @@ def choose_hints(graph: PieceGraph) -> Sizes:
     """Return an example size for each symbol of `graph`.
 
     Raises:
-        CompileError: No sizes inside the ranges were found that make every fact true.
+        CompileError: No sizes within the ranges satisfy every fact.
     """
     found = _search(graph, _usual, budget=_BUDGET)
     if found is None:
         ranges = ", ".join(f"{s.name} from {s.min} to {s.max or 'any'}" for s in graph.symbols)
         raise CompileError(
-            f"There are no example sizes for {ranges} that satisfy {', '.join(graph.facts)}. Narrow the dynamic "
-            "dimensions to sizes that the model accepts.",
+            f"No example sizes for {ranges} satisfy {', '.join(graph.facts)}. Narrow the dynamic dimensions to sizes "
+            "that the model accepts.",
             expected=list(graph.facts),
         )
     return found
@@ -59,13 +59,13 @@ def choose_hints(graph: PieceGraph) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one run of a proof may take.
+    """The cost limits of one run of a proof.
 
     Args:
-        num_bytes: Of all inputs and results whose size a symbol decides.
-        num_flops: Of two for each element of a weight and each row, an estimate.
-        attends: Whether each row is compared with all others, which counts as well.
-        num_places: How long an integer input may be, whose elements must differ; None is no limit.
+        num_bytes: The bytes of all inputs and results with symbolic shapes.
+        num_flops: The estimated work: two for each element of a weight and each row.
+        attends: Whether the work includes attention, which compares each row with every other.
+        num_places: The length of an integer input whose elements must differ; None is no limit.
     """
 
     num_bytes: int
@@ -74,7 +74,7 @@ class Limits:
     num_places: int | None = None
 
     def hold(self, graph: PieceGraph, sizes: Sizes) -> bool:
-        """Return whether a run of `graph` at `sizes` stays within them."""
+        """Return whether a run of `graph` at `sizes` stays within the limits."""
         symbolic = [meta for meta in (*graph.inputs, *graph.results) if _is_symbolic(meta)]
         if sum(_num_bytes(meta, sizes) for meta in symbolic) > self.num_bytes:
             return False
@@ -83,7 +83,7 @@ class Limits:
             for meta in graph.inputs
         ):
             return False
-        if max(sizes.values()) <= _LEAST_LARGE:
+        if max(sizes.values()) <= _ALWAYS_ALLOWED:
             return True
         weights = sum(_numel(m.shape, {}) for m in graph.inputs if len(m.shape) > 1 and not _is_symbolic(m))
         rows = max((_numel([d for d in m.shape if not isinstance(d, int)], sizes) for m in graph.inputs), default=1)
@@ -93,7 +93,7 @@ class Limits:
 
 
 def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -> list[Sizes]:
-    """Return the sizes to prove a piece at: the lower bounds of its ranges, and as near the upper ones as limits allow.
+    """Return the sizes to prove a piece at: the smallest, and the largest within the limits.
 
     Raises:
         CompileError: No sizes satisfy the facts and the guards.
@@ -103,7 +103,7 @@ def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -
     full = structs.replace(graph, facts=(*graph.facts, *guards))
     smallest = _search(full, lambda symbol, _: iter(range(symbol.min, symbol.min + _NEAR_END)))
     found = [] if smallest is None else [smallest]
-    if smallest is None or _is_empty(full, smallest):  # of empty tensors, everything is true
+    if smallest is None or _is_empty(full, smallest):  # empty tensors prove nothing
         try:
             found.append(choose_hints(full))
         except CompileError:
@@ -116,12 +116,12 @@ def sizes_to_prove(graph: PieceGraph, guards: tuple[str, ...], limits: Limits) -
 
 
 def _largest(graph: PieceGraph, limits: Limits) -> Sizes | None:
-    """Return the largest sizes within the limits: sizes without a bound are halved until they are, then all."""
+    """Return the largest sizes within the limits: first only unbounded sizes are halved to fit, then all sizes."""
     bounds = [symbol.max for symbol in graph.symbols if symbol.max is not None]
     for keeps_bounds in (True, False):
-        most = _MOST if len(bounds) < len(graph.symbols) else 1 if keeps_bounds else min(_MOST, max(bounds))
+        most = _MAX_SIZE if len(bounds) < len(graph.symbols) else 1 if keeps_bounds else min(_MAX_SIZE, max(bounds))
         while most:
-            # an odd size: the rest of a vector or a block is where code is wrong
+            # an odd size leaves a partial vector or block, where generated code is most often wrong
             sizes = _search(graph, partial(_from_above, most=most | 1, keeps_bounds=keeps_bounds))
             if sizes is not None and limits.hold(graph, sizes):
                 return sizes
@@ -138,20 +138,20 @@ def _usual(symbol: SymbolRange, chosen: Sizes) -> Iterator[int]:
 
 
 def _from_above(symbol: SymbolRange, chosen: Sizes, *, most: int, keeps_bounds: bool) -> Iterator[int]:
-    high = most if symbol.max is None else min(symbol.max, _MOST if keeps_bounds else most)
+    high = most if symbol.max is None else min(symbol.max, _MAX_SIZE if keeps_bounds else most)
     high = max(symbol.min, high)
     yield from _distinct(range(high, max(symbol.min, high - _NEAR_END) - 1, -1), chosen)
 
 
 def _distinct(sizes: Iterable[int], chosen: Sizes) -> Iterator[int]:
-    """Yield each size once; those that another symbol has come last, for equal ones could be taken for one another."""
+    """Yield each size once; sizes that another symbol already has come last."""
     yield from sorted(dict.fromkeys(sizes), key=lambda size: size in chosen.values())
 
 
 def _search(
     graph: PieceGraph, candidates: Callable[[SymbolRange, Sizes], Iterator[int]], *, budget: int = _END_BUDGET
 ) -> Sizes | None:
-    """Return the first sizes that make every fact true, depth first over the symbols in order.
+    """Return the first sizes that satisfy every fact, by depth-first search over the symbols in order.
 
     A fact is checked as soon as its last symbol has a size.
     """
@@ -183,7 +183,7 @@ def _search(
 
 
 def _equal_to(name: str, chosen: Sizes, facts: list[str]) -> Iterator[int]:
-    """Yield what facts of the form "name == expression" say of `name` once other symbols are chosen."""
+    """Yield the sizes that facts of the form "name == expression" require of `name`, given the chosen sizes."""
     for fact in facts:
         body = ast.parse(fact, mode="eval").body
         if not (isinstance(body, ast.Compare) and isinstance(body.ops[0], ast.Eq)):

@@ -1,4 +1,4 @@
-"""How an entry stands: which example calls it was made of, what it lacks, and what its user is told."""
+"""The state of an entry: its example calls, what is missing from it, and the notes for its user."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Manifest, VariantCounts
 
-#: How far an example argument is looked into.
+#: The depth to which an example argument's attributes are recorded.
 _MAX_DEPTH = 3
 
 
 def calls_of(spec: ModelSpec) -> Json:
-    """Return what the example calls are, without their tensors' values; by position or by name is one call."""
-    Dims.of(spec.dynamic)  # a UsageError where it is of another form
+    """Return the example calls without tensor data; positional and keyword arguments are not distinguished."""
+    Dims.of(spec.dynamic)  # raises a UsageError if it is malformed
     dynamic = {
         parameter: {str(dim): name if isinstance(name, str) else list(name) for dim, name in dims.items()}
         for parameter, dims in spec.dynamic.items()
@@ -41,36 +41,36 @@ def calls_of(spec: ModelSpec) -> Json:
     calls = []
     for call in spec.calls:
         args, kwargs = call.args, call.kwargs
-        with contextlib.suppress(TypeError):  # where they do not fit, the trace says so in its own words
+        with contextlib.suppress(TypeError):  # the trace reports arguments that do not fit
             args, kwargs = signature.arguments(signature.bind(args, kwargs))
-        calls.append([call.name, [_shown(a) for a in args], {k: _shown(v) for k, v in kwargs.items()}])
+        calls.append([call.name, [_encode(a) for a in args], {k: _encode(v) for k, v in kwargs.items()}])
     require = {name: list(bounds) for name, bounds in spec.require.items()}
     return {"method": spec.method, "dynamic": dynamic, "calls": calls} | ({"require": require} if require else {})
 
 
-def _shown(value: Any, depth: int = _MAX_DEPTH) -> Json:
-    """Return an example argument as what it is: tensors by dtype, shape and strides, objects by their parts.
+def _encode(value: Any, depth: int = _MAX_DEPTH) -> Json:
+    """Return an example argument as JSON: tensors by dtype, shape and strides, objects by their attributes.
 
-    An address, or a `repr` that may hold one, is another one in each process.
+    Never by address or `repr`, which differ between processes.
     """
     if isinstance(value, torch.Tensor):
         return {"tensor": str(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
     if isinstance(value, Mapping):
-        return [[_shown(key), _shown(item)] for key, item in value.items()]
+        return [[_encode(key), _encode(item)] for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_shown(item) for item in value]
+        return [_encode(item) for item in value]
     try:
         return encode_literal(value)
     except NoRuleError:
         held = getattr(value, "__dict__", {}) if depth else {}
-        return {"object": qualified_name(type(value))} | {n: _shown(part, depth - 1) for n, part in held.items()}
+        return {"object": qualified_name(type(value))} | {n: _encode(part, depth - 1) for n, part in held.items()}
 
 
 def same_calls(one: Json, other: Json) -> bool:
-    """Return whether two models' example calls may be served by one entry.
+    """Return whether one entry can serve two models' example calls.
 
-    Where dimensions are dynamic, an example's own sizes decide nothing that guards do not. Nor does what was required:
-    what an entry serves of it is asked of its plan.
+    With dynamic dimensions, the sizes of an example do not matter beyond the guards. Required sizes do not matter
+    either: they are checked against the entry's plan.
     """
     one, other = ({**calls, "require": None} if isinstance(calls, dict) else calls for calls in (one, other))
     if not isinstance(one, dict) or not one.get("dynamic"):
@@ -79,7 +79,7 @@ def same_calls(one: Json, other: Json) -> bool:
 
 
 def _without_sizes(calls: Json) -> Json:
-    """Return `calls` with tensors by dtype and rank alone."""
+    """Return `calls` with each tensor reduced to its dtype and rank."""
     if isinstance(calls, Mapping):
         if set(calls) == {"tensor", "shape", "stride"}:
             return [calls["tensor"], len(calls["shape"])]
@@ -88,7 +88,7 @@ def _without_sizes(calls: Json) -> Json:
 
 
 def counts_of(variant: Variant) -> VariantCounts:
-    """Return how many pieces a variant has, how many hold a splitting op, and how many compiled ones differ."""
+    """Return a variant's number of pieces, of splitting pieces, and of unique compiled pieces."""
     steps = [step for step in variant.steps if step.piece >= 0]
     compiled = [step for step in steps if not step.splitting]
     return VariantCounts(
@@ -101,7 +101,7 @@ def counts_of(variant: Variant) -> VariantCounts:
 
 
 def damaged_texts(layout: CacheLayout, found: Found) -> tuple[str, ...]:
-    """Say which of an entry's files for people differ from their digests: nothing but a trace writes them."""
+    """Return a reason to trace again if one of an entry's files differs from its digest."""
     try:
         read_entry(layout, found.entry.name, files=found.entry.manifest.files)
     except CacheCorruptError as error:
@@ -110,7 +110,7 @@ def damaged_texts(layout: CacheLayout, found: Found) -> tuple[str, ...]:
 
 
 def broken_work(found: Found, work: Iterable[Work]) -> list[Work]:
-    """Return the work whose artifacts are gone or differ from their digests."""
+    """Return the work whose stored artifacts are missing or differ from their digests."""
     broken, intact = [], dict[str, bool]()
     for item in work:
         row = item.row_in(found.entry.manifest)
@@ -137,17 +137,20 @@ def incomplete(
     path: Path,
     nearest: str,
 ) -> CacheMissError | None:
-    """Return the miss of an entry that lacks something, with a sentence for each kind of lack; else None."""
+    """Return the miss of an incomplete entry, with a reason for each kind of gap; None if it is complete."""
     shapes = list(dict.fromkeys(shape_text(work.shape) for work in missing))
     count = len(list(unique(missing)))
-    said = "1 artifact is missing" if count == 1 else f"{count} artifacts are missing"
-    reasons = [f"{said}, for the {'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}"] if shapes else []
+    are_missing = "1 artifact is missing" if count == 1 else f"{count} artifacts are missing"
+    reasons = []
+    if shapes:
+        reasons.append(f"{are_missing}, for the {'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}")
     reasons += [f"the artifact of piece {work.piece_index} is damaged" for work in broken]
     if num_unproved:
-        reasons.append(f"{num_unproved} {'artifact was' if num_unproved == 1 else 'artifacts were'} not proved yet")
+        are = "artifact is" if num_unproved == 1 else "artifacts are"
+        reasons.append(f"{num_unproved} {are} not proved yet")
     if num_uncalled:
-        were = "variant was" if num_uncalled == 1 else "variants were"
-        reasons.append(f"{num_uncalled} {were} not called beside the model itself yet")
+        were = "variant has" if num_uncalled == 1 else "variants have"
+        reasons.append(f"{num_uncalled} {were} not been compared with the model yet")
     if not reasons:
         return None
     msg = f"The entry is incomplete: {'; '.join(reasons)}. Warm the model again to add what is missing."
@@ -155,26 +158,26 @@ def incomplete(
 
 
 def notes_of(manifest: Manifest, slow_ops: Iterable[str]) -> tuple[str, ...]:
-    """Return advice for the user on the pieces that fell back and on ops that are slow to start."""
+    """Return notes on pieces that fell back and on ops that import Dynamo at their first call."""
     notes = []
     for fallback in manifest.fallbacks:
         variant = manifest.variants[fallback.variant].name
         shape = f" at {shape_text(fallback.shape)}" if fallback.shape else ""
-        how = "runs as it stands" if fallback.adaptor == EAGER else f"is served by {fallback.adaptor}"
+        how = "runs eagerly" if fallback.adaptor == EAGER else f"is served by {fallback.adaptor}"
         notes.append(f"Piece {fallback.piece_index} of variant {variant}{shape} {how}: {fallback.reason}")
     notes += [
-        f"The op {name} was made with torch.library.custom_op, whose first call imports Dynamo (seconds at start). "
-        "cgtool.direct_register_custom_op registers an op without that."
+        f"The op {name} was registered with torch.library.custom_op and imports Dynamo at its first call, which adds "
+        "seconds to each start. Register it with cgtool.direct_register_custom_op to avoid this."
         for name in slow_ops
     ]
     return tuple(dict.fromkeys(notes))
 
 
 def unproved_notes(manifest: Manifest, unproved: Iterable[tuple[int, str]]) -> tuple[str, ...]:
-    """Return which pieces' artifacts are not proved, and why: for good, as rows say, or this time."""
+    """Return notes on artifacts that are not proved: permanently, as their rows record, or in this warm."""
     gaps: dict[str, set[int]] = {}
     for piece_index, reason in (*unproved, *((row.piece_index, row.artifact.proof_gap) for row in manifest.rows)):
-        # What the whole calls prove, or a note of theirs says why not.
+        # pieces with collectives are proved by the whole calls, or a note on these says why not
         if reason and reason != NEEDS_RANKS:
             gaps.setdefault(reason, set()).add(piece_index)
     return tuple(
@@ -185,7 +188,7 @@ def unproved_notes(manifest: Manifest, unproved: Iterable[tuple[int, str]]) -> t
 
 
 def uncalled_notes(manifest: Manifest, uncalled: Mapping[int, str]) -> tuple[str, ...]:
-    """Return which variants were not called beside the model itself, and why: for good, or this time."""
+    """Return notes on variants that were not compared with the model: permanently, or in this warm."""
     gaps: dict[str, list[str]] = {}
     for index, variant in enumerate(manifest.variants):
         reason = uncalled.get(index) or variant.proof_gap

@@ -1,4 +1,4 @@
-"""From traces to a plan: each trace is split, and its pieces, sources and guards become one variant."""
+"""Builds a plan from traces: each trace is split, and its pieces, sources and guards become one variant."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ from cgtool.trace.refusals import refuse_side_effects
 
 _log = logging.getLogger(__name__)
 
-#: How many further variants a call gets for what is required of it, and how many sizes are found not to run.
-_MOST_FURTHER, _MOST_LEFT_OUT = 16, 64
-_MOST_OPS_NAMED = 4
+#: Limits on the further variants of a call for required sizes, and on the required sizes that the model cannot run.
+_MAX_FURTHER, _MAX_LEFT_OUT = 16, 64
+_MAX_OPS_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stitched:
-    """A plan, and what else its traces gave."""
+    """A plan, with the other results of its traces."""
 
     plan: Plan
     code: UserCode
-    #: What the compiler believes of the custom ops in all pieces.
+    #: The custom ops in all pieces → the digest of schema and fake implementation.
     ops: Mapping[str, str]
     splitting_ops: tuple[str, ...]
     #: The pieces that no compiler may be given, and why.
     fallbacks: tuple[Fallback, ...]
-    #: Custom ops that import Dynamo when they are first called.
+    #: Custom ops that import Dynamo at their first call.
     slow_ops: tuple[str, ...]
-    #: What is served less of than was asked for, and why.
+    #: The sizes that are not served, and why; and the ops that run between pieces.
     notes: tuple[str, ...]
     computation_graph: str
     trace_secs: float
-    #: Told of a piece, by its identity, and an op at which its compile failed: whether the op can run between pieces
-    #: instead.
+    #: Called with a piece's identity and the op at which its compile failed; returns whether the op can run between
+    #: pieces instead.
     split_out: Callable[[str, str], bool]
-    #: Splits the same traces anew, with all that was to be split out.
+    #: Splits the same traces again, at the ops passed to `split_out` too.
     split_again: Callable[[], Stitched]
 
 
@@ -74,20 +74,28 @@ def stitch(
     compile_sizes: Sequence[CompileSize] = (),
     on_variant: Callable[[Plan, Sequence[Fallback]], None] = lambda *_: None,
 ) -> Stitched:
-    """Trace every variant of every example call of a model and split it; `on_variant` gets each as a plan of its own.
+    """Trace and split every variant of every example call of a model.
+
+    Args:
+        spec: The model and its example calls.
+        splitting_ops: The ops to split at; None takes the default.
+        on_event: Receives progress events.
+        adaptor: The adaptor that will compile the pieces; `aot_inductor` splits out ops that it cannot call.
+        tracers: Children that trace variants in parallel.
+        on_variant: Called with each variant as a plan with one variant, as soon as it is traced.
 
     Where children trace, too, this process starts with a variant that `compile_sizes` has autotuned: its compile takes
     longest, and this process built the model first.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.
-        TraceError: What the graph rests on cannot be kept as data.
-        SplitError: A piece cannot be written down, or a splitting op is not in the graph.
+        TraceError: The graph depends on something that cannot be stored as data.
+        SplitError: A piece cannot be serialized, or a splitting op is not in the graph.
     """
     started = time.perf_counter()
     unique_names(spec.calls)
     if spec.module.training:
-        msg = "The model is in training mode, and an entry is for inference. Call model.eval() first."
+        msg = "The model is in training mode, but entries are for inference only. Call model.eval() first."
         raise TraceError(msg)
     tracer = VariantTracer(spec, splitting_ops, adaptor)
     tracing = _Tracing(spec, tracer, tracers, compile_sizes=compile_sizes, on_variant=on_variant, on_event=on_event)
@@ -97,7 +105,7 @@ def stitch(
 
 
 def sizes_of_calls(spec: ModelSpec) -> dict[str, dict[str, int]]:
-    """Return for each example call, by name, a size of each dynamic dimension that it passes."""
+    """Return, by the name of each example call, the sizes of the dynamic dimensions that it passes."""
     signature, dims = CallSignature.of(getattr(spec.module, spec.method)), Dims.of(spec.dynamic)
     check_required(spec.require, _bounds(dims))
     return {call.name: sizes_of(call, signature, dims) for call in spec.calls}
@@ -108,7 +116,7 @@ def _bounds(dims: Dims) -> dict[str, tuple[int, int | None]]:
 
 
 class _Tracing:
-    """The variants of a model as they are traced, here or by children."""
+    """The variants of a model while they are traced, in this process or by children."""
 
     def __init__(
         self,
@@ -121,8 +129,8 @@ class _Tracing:
         on_event: OnEvent,
     ) -> None:
         self.tracer = tracer
-        #: For each trace its variants: one for each state that calls leave the model in.
-        self._kept: list[list[Live]] = []
+        #: The variants of each trace: one for each state that calls leave the model in.
+        self._variants: list[list[Live]] = []
         self.notes: list[str] = []
         self._not_runnable: list[Mapping[str, int]] = []
         self._spec = spec
@@ -132,7 +140,7 @@ class _Tracing:
         self._on_event = on_event
 
     def run(self) -> None:
-        """Trace what every example call needs, then what is required beyond that."""
+        """Trace the variants of every example call, then further ones for required sizes."""
         while True:
             try:
                 return self._run()
@@ -142,30 +150,29 @@ class _Tracing:
             except GraphBreakError as error:
                 if not install_hooks(local_of(error, INSTALLS, "model")):
                     raise
-            self._kept.clear()
-            self._tracers = None  # they know of no dimension that is static by now, and of no hooks
+            self._variants.clear()
+            self._tracers = None  # the children know neither the dimensions made static nor the hooks
 
     def stitched(self, secs: float) -> Stitched:
-        """Join what was traced into one plan; each variant must leave the model in a state that the others know."""
-        spec = self._spec
-        traced = _of_states([one.record for states in self._kept for one in states])
-        variants = [one.variant for one in traced]
+        """Join the variants into one plan; each must leave the model in a state that the others know."""
+        traced = _with_state_guards([live.record for states in self._variants for live in states])
+        variants = [record.variant for record in traced]
         if len({variant.settled for variant in variants}) > 1:
-            refuse_side_effects([one.place for variant in variants for one in variant.settled])
-        plan = _plan(spec, traced)
+            refuse_side_effects([settled.place for variant in variants for settled in variant.settled])
+        plan = _plan(self._spec, traced)
         graphs = plan.graphs
-        served = (served for one in traced for served in one.served)
+        served = (served for record in traced for served in record.served)
         narrowed = narrowed_ranges(served, self.tracer.dims.by_name, self._not_runnable)
         targets = {str(node.target) for graph in graphs.values() for node in graph.every_node()}
         names = sorted(target.removeprefix("torch.ops.") for target in targets if target.startswith("torch.ops."))
         return Stitched(
             plan=plan,
-            code=joined(one.code for one in traced),
+            code=joined(record.code for record in traced),
             ops=dict(sorted(item for graph in graphs.values() for item in graph.ops.items())),
-            splitting_ops=tuple(dict.fromkeys(name for one in traced for name in one.splitting_ops)),
+            splitting_ops=tuple(dict.fromkeys(name for record in traced for name in record.splitting_ops)),
             fallbacks=tuple(_fallbacks(traced)),
             slow_ops=slow_ops(tuple(names)),
-            notes=tuple(dict.fromkeys((*narrowed, *self.notes, *_between_pieces(traced)))),
+            notes=tuple(dict.fromkeys((*narrowed, *self.notes, *_split_out_notes(traced)))),
             computation_graph=traced[0].computation_graph,
             trace_secs=secs,
             split_out=lambda piece, op: self.tracer.pieces.split_out(graphs[piece], op),
@@ -175,19 +182,19 @@ class _Tracing:
     def _split_again(self, secs: float) -> Stitched:
         begun = time.perf_counter()
         calls = {call.name: call for call in self._spec.calls}
-        for states in self._kept:
+        for states in self._variants:
             name, fixed = states[0].record.variant.name, states[0].record.variant.fixed
-            traces = [one.trace for one in states if one.trace is not None]
+            traces = [live.trace for live in states if live.trace is not None]
             again = [self.tracer.split(name, fixed, trace) for trace in traces]
             states[:] = again or self.tracer.trace(calls[name], fixed)
         return self.stitched(secs + time.perf_counter() - begun)
 
     def _make_static(self, error: FixedDimensionError) -> bool:
-        """Take what the model's code fixes out of the dynamic dimensions; return whether there was anything to take."""
+        """Make the dimensions static that the model's code fixes; return whether tracing again can succeed."""
         dims = self.tracer.dims
         fixed = {p.name: error.fixed[p.parameter, p.dim] for p in dims.places if (p.parameter, p.dim) in error.fixed}
         for name, size in fixed.items():
-            self.notes.append(f"{name} serves {size} only, the example's size, because of {error.because}.")
+            self.notes.append(f"{name} serves only {size}, the example's size, because of {error.because}.")
         self.tracer.dims = Dims(
             by_name={name: dim for name, dim in dims.by_name.items() if name not in fixed},
             places=tuple(place for place in dims.places if place.name not in fixed),
@@ -205,11 +212,11 @@ class _Tracing:
                 [*todo[:first], *todo[first + 1 :]],
                 splitting_ops=self.tracer.splitting_ops,
                 adaptor=self.tracer.adaptor,
-                on_traced=self._tell,
+                on_traced=self._report_variants,
             )
             with contextlib.suppress(CgtoolError):  # raised again when its turn comes
                 traced[first] = self._trace(*todo[first], progress=(0, len(todo)))
-                self._tell(one.record for one in traced[first])
+                self._report_variants(one.record for one in traced[first])
         num_traced = len(traced)
         for index, (call, fixed) in enumerate(todo):
             try:
@@ -218,12 +225,12 @@ class _Tracing:
                     num_traced += 1
                 self._keep(traced[index])
             except CgtoolError as error:
-                reason = self.tracer.why_not_runnable(call, fixed) if fixed and self._kept else None
+                reason = self.tracer.why_not_runnable(call, fixed) if fixed and self._variants else None
                 if reason is None:
                     raise
-                _log.info("There is no variant for %s: %s", _spelled(fixed), error)
+                _log.info("There is no variant for %s: %s", _sizes_text(fixed), error)
                 self._not_runnable.append(fixed)
-                self._leave_out([_spelled(fixed)], reason)
+                self._leave_out([_sizes_text(fixed)], reason)
         for call, passed in calls:
             self._widen(call, passed)
 
@@ -233,49 +240,49 @@ class _Tracing:
         return any(size in self._compile_sizes for size in sizes)
 
     def _widen(self, call: ExampleCall, sizes: Mapping[str, int]) -> None:
-        """Trace further variants of a call until all sizes that are required of it are served."""
+        """Trace further variants of a call until its required sizes are served."""
         require = {name: bounds for name, bounds in self._spec.require.items() if name in sizes}
-        kept = (one.record.variant for states in self._kept for one in states)
-        own = [variant for variant in kept if variant.name == call.name]
+        variants = (live.record.variant for states in self._variants for live in states)
+        of_call = [variant for variant in variants if variant.name == call.name]
         left_out: dict[str, list[str]] = {}
-        more = 0
-        for point in required_sizes(require, sizes, tuple(own)) if require else ():
-            if any(serves(variant, point) for variant in own):
+        num_further = 0
+        for point in required_sizes(require, sizes, tuple(of_call)) if require else ():
+            if any(serves(variant, point) for variant in of_call):
                 continue
-            asked = {name: point[name] for name in require}
-            if more == _MOST_FURTHER or sum(map(len, left_out.values())) == _MOST_LEFT_OUT:
-                self.notes.append(f"Nothing further was traced from {_spelled(asked)} on: too many sizes differ.")
+            required = {name: point[name] for name in require}
+            if num_further == _MAX_FURTHER or sum(map(len, left_out.values())) == _MAX_LEFT_OUT:
+                self.notes.append(f"Tracing stopped at {_sizes_text(required)}: too many sizes need their own variant.")
                 break
-            reason = self.tracer.why_not_runnable(call, asked)
+            reason = self.tracer.why_not_runnable(call, required)
             if reason is not None:
-                left_out.setdefault(reason, []).append(_spelled(asked))
+                left_out.setdefault(reason, []).append(_sizes_text(required))
                 continue
-            more += 1
-            own.append(self._serving(call, point, asked))
+            num_further += 1
+            of_call.append(self._trace_further(call, point, required))
         for reason, points in left_out.items():
             self._leave_out(points, reason)
 
-    def _serving(self, call: ExampleCall, point: Mapping[str, int], asked: Mapping[str, int]) -> Variant:
-        """Trace a variant that serves these sizes: of as many others as the model's code allows, or of these alone."""
-        small = {name: size for name, size in asked.items() if size < FIRST_DYNAMIC}
-        with contextlib.suppress(CgtoolError):  # Dynamo fixes a size that the code asks for
+    def _trace_further(self, call: ExampleCall, point: Mapping[str, int], required: Mapping[str, int]) -> Variant:
+        """Trace a variant that serves `required` and, if the model's code allows, other sizes too."""
+        small = {name: size for name, size in required.items() if size < FIRST_DYNAMIC}
+        with contextlib.suppress(CgtoolError):  # fails if the code fixes a size
             wide = self._trace(call, small, point)
             if serves(wide[0].record.variant, point):
                 return self._keep(wide)
-        return self._keep(self._trace(call, asked, point))
+        return self._keep(self._trace(call, required, point))
 
     def _keep(self, states: Sequence[Live]) -> Variant:
-        """Keep the variants of all states of the model; return that of its first."""
-        self._kept.append([*states])
-        self._tell(one.record for one in states)
+        """Keep the variants of all states of the model; return the variant of the first state."""
+        self._variants.append([*states])
+        self._report_variants(live.record for live in states)
         first = states[0].record
         if not first.variant.dims.keys() - first.variant.fixed.keys() <= self._spec.require.keys():
-            self.notes += first.relations  # else further variants serve what this one does not
+            self.notes += first.relations  # else further variants will serve the sizes that this one refuses
         return first.variant
 
-    def _tell(self, states: Iterable[Traced]) -> None:
-        for one in states:
-            self._on_variant(_plan(self._spec, [one]), tuple(_fallbacks([one])))
+    def _report_variants(self, states: Iterable[Traced]) -> None:
+        for record in states:
+            self._on_variant(_plan(self._spec, [record]), tuple(_fallbacks([record])))
 
     def _leave_out(self, points: Sequence[str], reason: str) -> None:
         self.notes.append(f"No variant serves {', '.join(points)}, at which the model itself does not run: {reason}")
@@ -303,39 +310,40 @@ class _Tracing:
         return states
 
 
-def _of_states(traced: Sequence[Traced]) -> list[Traced]:
-    """Return variants with guards that are asked of each call where they speak of what calls of any leave behind."""
-    places = tuple(dict.fromkeys(one.place for each in traced for one in each.variant.kept))
-    refuse_side_effects(read_in_dict(places, [source for each in traced for source in each.looked_at]))
+def _with_state_guards(traced: Sequence[Traced]) -> list[Traced]:
+    """Return the variants with guards on state that any variant's calls change moved from load to each call."""
+    places = tuple(dict.fromkeys(kept.place for record in traced for kept in record.variant.kept))
+    refuse_side_effects(read_in_dict(places, [source for record in traced for source in record.looked_at]))
     found = []
-    for each in traced:
-        of_model, of_call = guards_of_states(each.variant.model_guards, each.looked_at, places)
-        call_guards = guards_of_states(each.variant.call_guards, each.looked_at, places)
-        asked = (*call_guards[0], *call_guards[1], *of_call, *_apart(each, places))
-        guards = {(guard.source, guard.kind): guard for guard in asked}
-        variant = replace(each.variant, model_guards=of_model, call_guards=tuple(guards.values()))
-        found.append(replace(each, variant=variant))
+    for record in traced:
+        variant = record.variant
+        of_model, of_call = guards_of_states(variant.model_guards, record.looked_at, places)
+        unchanged, of_states = guards_of_states(variant.call_guards, record.looked_at, places)
+        call_guards = (*unchanged, *of_states, *of_call, *_aliasing_guards(record, places))
+        guards = {(guard.source, guard.kind): guard for guard in call_guards}
+        found.append(
+            replace(record, variant=replace(variant, model_guards=of_model, call_guards=tuple(guards.values())))
+        )
     return found
 
 
-def _apart(each: Traced, places: Sequence[str]) -> Iterator[Guard]:
-    """Yield guards that an input which is written to shares memory with an argument just where it did in the trace.
+def _aliasing_guards(record: Traced, places: Sequence[str]) -> Iterator[Guard]:
+    """Yield guards that an input that is written to shares memory with the same arguments as in the trace.
 
-    Dynamo has such guards too, and does not show them to its filter. Tensors of the model among themselves are left
-    out: what of theirs is one tensor is a fact of the key. What calls of any variant leave in the model is as an
-    argument.
+    Dynamo has such guards too, but does not pass them to its filter. Pairs of the model's own tensors need none, since
+    the key covers which of them are the same tensor. State that calls leave in the model is treated like an argument.
     """
-    told: set[frozenset[str]] = set()
-    for written, shared in each.written.items():
-        for other in (given.source for given in each.variant.inputs):
+    seen: set[frozenset[str]] = set()
+    for written, shared in record.written.items():
+        for other in (item.source for item in record.variant.inputs):
             pair = frozenset((written, other))
             may_change = any(source.startswith("arg:") or leads_to(source, places) for source in pair)
-            if other != written and may_change and pair not in told:
-                told.add(pair)
+            if other != written and may_change and pair not in seen:
+                seen.add(pair)
                 yield Guard(source=written, kind=f"apart:{other}", expected=other not in shared)
 
 
-def _spelled(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return " and ".join(f"{name} = {size}" for name, size in sizes.items())
 
 
@@ -343,24 +351,24 @@ def _plan(spec: ModelSpec, traced: Sequence[Traced]) -> Plan:
     return Plan(
         method=spec.method,
         qualname=qualified_name(type(spec.module)),
-        variants=tuple(one.variant for one in traced),
-        graphs={identity: graph for one in traced for identity, graph in one.graphs.items()},
+        variants=tuple(record.variant for record in traced),
+        graphs={identity: graph for record in traced for identity, graph in record.graphs.items()},
     )
 
 
-def _between_pieces(traced: Sequence[Traced]) -> Iterator[str]:
-    """Yield notes on the ops that run between pieces although nobody asked for it."""
+def _split_out_notes(traced: Sequence[Traced]) -> Iterator[str]:
+    """Yield notes on the ops that run between pieces although they are not splitting ops."""
     noted: dict[str, dict[str, None]] = {}
-    for one in traced:
-        for why, ops in one.apart.items():
+    for record in traced:
+        for why, ops in record.split_out.items():
             noted.setdefault(why, {}).update(dict.fromkeys(ops))
     for why, found in noted.items():
-        more = f" and {len(found) - _MOST_OPS_NAMED} more" if len(found) > _MOST_OPS_NAMED else ""
-        yield f"{why}, so they run between pieces: {'; '.join([*found][:_MOST_OPS_NAMED])}{more}."
+        more = f" and {len(found) - _MAX_OPS_NAMED} more" if len(found) > _MAX_OPS_NAMED else ""
+        yield f"{why}, so they run between pieces: {'; '.join([*found][:_MAX_OPS_NAMED])}{more}."
 
 
 def _fallbacks(traced: Sequence[Traced]) -> Iterator[Fallback]:
-    for index, one in enumerate(traced):
-        for piece, reason in one.as_it_stands.items():
-            shape = of_sizes(one.variant.fixed)
+    for index, record in enumerate(traced):
+        for piece, reason in record.eager_pieces.items():
+            shape = of_sizes(record.variant.fixed)
             yield Fallback(variant=index, piece_index=piece, shape=shape, adaptor=EAGER, reason=reason)

@@ -1,6 +1,6 @@
-"""One variant, traced and split: the record of what a plan takes of it, and how it is made.
+"""Traces and splits one variant, into a record for the plan.
 
-The record crosses a process: `cgtool.compiler.tracers` has variants traced in children.
+The record can be sent between processes: `cgtool.compiler.tracers` traces variants in children.
 """
 
 from __future__ import annotations
@@ -41,32 +41,37 @@ from cgtool.trace.states import capture
 
 
 class Traced(Record, frozen=True, kw_only=True):
-    """What a plan and its report take of one variant, wherever it was traced."""
+    """One traced variant, for the plan and the report."""
 
     variant: Variant
-    #: identity → piece, of all pieces.
+    #: Identity → piece, for all pieces.
     graphs: dict[str, PieceGraph]
-    #: The whole graph as people read it.
+    #: The whole graph as text.
     computation_graph: str
-    #: What of the model Dynamo looked at.
+    #: The sources of the model that Dynamo read.
     looked_at: tuple[str, ...]
-    #: The inputs that are written to → those that share memory with each, by source.
+    #: The source of each input that is written to → the sources of the inputs that share its memory.
     written: dict[str, tuple[str, ...]]
-    #: The user's code that the trace rests on.
+    #: The user's code that the trace depends on.
     code: UserCode
     splitting_ops: tuple[str, ...]
-    #: piece index → why no compiler may be given the piece.
-    as_it_stands: dict[int, str]
-    #: Why ops run between pieces although nobody asked for it → the ops, with their lines.
-    apart: dict[str, tuple[str, ...]]
-    #: The sizes that it serves of each dimension.
+    #: Piece index → why the piece must run eagerly.
+    eager_pieces: dict[int, str]
+    #: Why ops that are not splitting ops run between pieces → these ops, with their lines.
+    split_out: dict[str, tuple[str, ...]]
+    #: The ranges of each dimension that the variant serves.
     served: tuple[Served, ...]
-    #: A sentence for the sizes that it refuses within its ranges.
+    #: Notes on sizes that the variant refuses within its ranges.
     relations: tuple[str, ...]
 
 
 class Pieces:
-    """How traces are split, and what is known of the pieces; `splits_out` is for what compiled code cannot call."""
+    """Splits traces, and remembers what is known of their pieces.
+
+    Args:
+        splitting_ops: The ops to split at; None takes the default.
+        splits_out: Whether to split out ops that AOTInductor's code cannot call.
+    """
 
     def __init__(self, splitting_ops: Sequence[str] | None, *, splits_out: bool) -> None:
         self._splitting_ops = splitting_ops
@@ -76,36 +81,36 @@ class Pieces:
         self._failed: dict[str, set[Call]] = {}
 
     def split(self, trace: Trace) -> SplitResult:
-        """Split a trace, at what is to be split out by now too."""
+        """Split a trace at the splitting ops, and at all ops that must be split out as far as is known."""
         return split_graph(trace.graph_module, splitting_ops=self._splitting_ops, refused=self._refused)
 
     def fitness(self, graph: PieceGraph) -> Fitness:
-        """Return what is known of a piece; it is looked at once."""
+        """Return what is known of a piece, cached by its identity."""
         identity = graph.identity()
         if identity not in self._known:
             self._known[identity] = fitness_of(graph)
         return self._known[identity]
 
     def split_out(self, graph: PieceGraph, op: str) -> bool:
-        """Take in that a piece failed to compile at an op; return whether the op can run between pieces instead."""
-        calls = self.fitness(graph).calling(op) if self._splits_out else set()
+        """Record that a piece failed to compile at an op; return whether the op can run between pieces instead."""
+        calls = self.fitness(graph).calls_to(op) if self._splits_out else set()
         self._failed.setdefault(graph.identity(), set()).update(calls)
         return bool(calls)
 
     def _refused(self, graph: PieceGraph) -> dict[Call, str]:
         known = self.fitness(graph)
-        if known.as_it_stands is not None:
+        if known.eager_reason is not None:
             return {}
-        refused = dict(known.apart)
+        refused = dict(known.split_out)
         if self._splits_out:
-            uncallable = known.without_code() | self._failed.get(graph.identity(), set())
+            uncallable = known.uncallable() | self._failed.get(graph.identity(), set())
             refused |= dict.fromkeys(uncallable, "Code of aot_inductor cannot call these ops")
         return refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """A variant, with its trace where that was made in this process."""
+    """A variant, with its trace if it was traced in this process."""
 
     record: Traced
     trace: Trace | None = None
@@ -127,10 +132,15 @@ class VariantTracer:
     def trace(
         self, call: ExampleCall, fixed: Mapping[str, int], sizes: Mapping[str, int] | None = None
     ) -> tuple[Live, ...]:
-        """Trace and split what fixes some dimensions, at these sizes of others or at the example's own.
+        """Trace and split a variant that fixes some dimensions.
+
+        Args:
+            call: The example call.
+            fixed: The dimensions to fix, with their sizes.
+            sizes: The example sizes of the other dimensions; None takes the example call's.
 
         Returns:
-            One variant for each state that calls leave the model in, first of all the one that it is in.
+            One variant for each state that calls leave the model in, the current state first.
         """
         arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
         others = functools.partial(self._left_by_others, call)
@@ -138,16 +148,20 @@ class VariantTracer:
         return tuple(self.split(call.name, fixed, trace) for trace in traces)
 
     def _left_by_others(self, call: ExampleCall) -> tuple[State, ...]:
-        """Return the states in which calls like an example leave the model, where what they leave has such sizes."""
+        """Return the states that calls of other sizes leave the model in, if these states have dynamic sizes."""
         if call.name in self._states:
             return self._states[call.name]
-        own = sizes_of(call, self.signature, self.dims)
+        example = sizes_of(call, self.signature, self.dims)
         larger, smaller = (
-            {name: size + step if self.dims.by_name[name].allows(size + step) else size for name, size in own.items()}
+            {
+                name: size + step if self.dims.by_name[name].allows(size + step) else size
+                for name, size in example.items()
+            }
             for step in (1, -1)
         )
+        with_fixed = ({**example, **fixed} for fixed in variants_of(self.dims, example) if fixed)
         found: list[State] = []
-        for sizes in (own, larger, smaller, *({**own, **fixed} for fixed in variants_of(self.dims, own) if fixed)):
+        for sizes in (example, larger, smaller, *with_fixed):
             fixed = {name: size for name, size in sizes.items() if size < FIRST_DYNAMIC}
             with contextlib.suppress(CgtoolError):
                 arguments, marked = arguments_for(call, self.signature, self.dims, fixed, sizes)
@@ -159,7 +173,7 @@ class VariantTracer:
         return self._states[call.name]
 
     def split(self, name: str, fixed: Mapping[str, int], trace: Trace) -> Live:
-        """Return the variant that a trace comes to, as it is split by now."""
+        """Split a trace into a variant."""
         split = self.pieces.split(trace)
         relations = _relations_of(trace.shape_env, split.symbol_names)
         variant = _variant(name, fixed, self.dims, trace, split, relations=relations)
@@ -177,40 +191,40 @@ class VariantTracer:
                 distributions=trace.asked.distributions,
             ),
             splitting_ops=split.splitting_ops,
-            as_it_stands=dict(self._as_they_stand(split)),
-            apart=split.apart,
+            eager_pieces=dict(self._eager_pieces(split)),
+            split_out=split.apart,
             served=tuple(served_by(variant, trace.shape_env, split.symbol_names, self.dims.by_name)),
             relations=tuple(narrowing_relations(variant, relations)),
         )
         return Live(record=record, trace=trace)
 
     def why_not_runnable(self, call: ExampleCall, sizes: Mapping[str, int]) -> str | None:
-        """Return why the model itself does not run at these sizes, or None where it does; nothing is computed."""
+        """Return why the model itself does not run at these sizes, tried with fake tensors; None if it does."""
         arguments, _ = arguments_for(call, self.signature, self.dims, sizes)
         try:
             with torch.no_grad(), silenced("torch._subclasses.fake_tensor"), _torch.fake_mode_of(arguments):
                 self.signature.call(self.method, arguments)
-        except Exception as error:  # noqa: BLE001  the model's own code raises what it likes
+        except Exception as error:  # noqa: BLE001  the model's code may raise anything
             return first_line(error) or type(error).__name__
         return None
 
-    def _as_they_stand(self, split: SplitResult) -> Iterator[tuple[int, str]]:
-        """Yield the pieces that must run as they stand, and why: the split's, and what no compiler may be given."""
+    def _eager_pieces(self, split: SplitResult) -> Iterator[tuple[int, str]]:
+        """Yield the pieces that must run eagerly, with the reason."""
         yield from split.eager_pieces.items()
         for step in split.steps:
             if not step.splitting and step.piece not in split.eager_pieces:
-                reason = self.pieces.fitness(split.graphs[step.graph]).as_it_stands
+                reason = self.pieces.fitness(split.graphs[step.graph]).eager_reason
                 if reason is not None:
                     yield step.piece, reason
 
 
 def _relations_of(shape_env: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the trace found true of its sizes, without what ranges imply: text → torch's SLoc of where.
+    """Return the trace's guards on sizes that ranges do not imply: text → torch's SLoc of where it was added.
 
-    Dynamo's guard filter has no value for SHAPE_ENV, so they come from the ShapeEnv itself.
+    Dynamo's guard filter has no value for SHAPE_ENV, so the guards come from the ShapeEnv itself.
 
     Raises:
-        TraceError: A relation has no words in a plan, or speaks of a number that no input shows.
+        TraceError: A plan cannot express a relation, or it depends on a number that no input carries.
     """
     found: dict[str, Any] = {}
     for guard in shape_env.guards:
@@ -220,20 +234,23 @@ def _relations_of(shape_env: Any, names: Mapping[str, str]) -> dict[str, Any]:
         unknown = sorted(s.name for s in expr.free_symbols if s.name not in names)
         if unknown:
             msg = (
-                f"This model depends on {guard.expr}, in which {', '.join(unknown)} is no size of an input of the "
+                f"This model depends on {guard.expr}, in which {', '.join(unknown)} is not a size of any input of the "
                 f"graph ({guard.sloc}). Pass it in as a size, or make it constant."
             )
             raise TraceError(msg, actual=str(guard.expr))
         try:
             found.setdefault(expression_text(expr, names), guard.sloc)
         except SplitError as error:
-            msg = f"This model depends on {guard.expr}, which a plan cannot say ({error}). Simplify it at {guard.sloc}."
+            msg = (
+                f"This model depends on {guard.expr}, which a plan cannot express ({error}). Simplify it at "
+                f"{guard.sloc}."
+            )
             raise TraceError(msg, actual=str(guard.expr)) from error
     return found
 
 
 def _is_bound(expr: Any) -> bool:
-    """Return whether `expr` compares one symbol with a number: the symbol's range holds it already."""
+    """Return whether `expr` compares one symbol with a number, which the symbol's range includes already."""
     if not isinstance(expr, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         return False
     return any(a.is_Symbol and b.is_Integer for a, b in (expr.args, expr.args[::-1]))
@@ -249,7 +266,7 @@ def _variant(
     for dim_name, source, dim in trace.dims:
         named.setdefault(dim_name, {})[str(by_source[source].shape[dim])] = None
     known = {symbol.name for symbol in split.symbols}
-    # guards on what the compiled pieces are made by: which kernels attention may use, say
+    # guards on settings that decide what is compiled, such as which kernels attention may use
     compiled = dict.fromkeys(step.graph for step in split.steps if not step.splitting)
     settings = names_for_pieces(split.graphs[identity] for identity in compiled)
     states = [Guard(source=f"state:{name}", kind="state", expected=current(name)) for name in settings]
@@ -275,13 +292,13 @@ def _variant(
 
 
 def _written(trace: Trace, split: SplitResult) -> dict[str, tuple[str, ...]]:
-    """Return the inputs that are written to, each with those that share memory with it, by source."""
-    both = list(zip(trace.input_sources, _tensors(trace), strict=True))
+    """Return the sources of the inputs that are written to, each with the sources that share its memory."""
+    inputs = list(zip(trace.input_sources, _tensors(trace), strict=True))
     return {
-        both[place][0]: tuple(
+        inputs[place][0]: tuple(
             source
-            for other, (source, tensor) in enumerate(both)
-            if other != place and share_storage(both[place][1], tensor)
+            for other, (source, tensor) in enumerate(inputs)
+            if other != place and share_storage(inputs[place][1], tensor)
         )
         for place in split.mutated_inputs
     }
@@ -294,7 +311,7 @@ def _tensors(trace: Trace) -> list[Any]:
 
 
 def _bounded(symbol: SymbolRange, named: Mapping[str, Mapping[str, Any]], dims: Dims) -> SymbolRange:
-    """Return the symbol's range within what the user said of the dimensions that it carries."""
+    """Return a symbol with its range narrowed to the declared ranges of its dimensions."""
     for name, texts in named.items():
         if symbol.name in texts:
             symbol = symbol.within(dims.by_name[name].min, dims.by_name[name].max)

@@ -1,7 +1,7 @@
-"""Tracing variants beside each other: in children that build the model for themselves, and send back records.
+"""Tracing variants in parallel: in child processes, each of which builds the model itself and returns records.
 
-What a child cannot trace, and what none has begun with when its turn comes, is traced by the process that asked: an
-error is raised there, with all that belongs to it.
+The parent traces a variant itself if a child fails to, or if no child has started on it by the time it is needed. So
+errors are raised in the parent, with their full context.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class TraceRequest(Record, frozen=True, kw_only=True):
-    """A variant to trace, and how; without the name of its example call, the answer says that the model is built."""
+    """A variant to trace. Without the name of an example call, the child answers once it has built the model."""
 
     call: str | None = None
     fixed: dict[DimName, Count] = msgspec.field(default_factory=dict)
@@ -38,7 +38,7 @@ class TraceRequest(Record, frozen=True, kw_only=True):
 
 
 class TraceReport(Record, frozen=True, kw_only=True):
-    """What came of it: the variants, one for each state of the model, and the seconds that it took, or why not."""
+    """The result: one variant for each state of the model, with the seconds that the trace took, or why it failed."""
 
     traced: tuple[Traced, ...] = ()
     secs: Seconds = 0.0
@@ -46,15 +46,15 @@ class TraceReport(Record, frozen=True, kw_only=True):
 
 
 class Tracers:
-    """The variants of one model that children trace, beside this process.
+    """Children that trace variants of one model in parallel with this process.
 
-    Their program builds the model, and gives it to `serve_traces`. Leaving the `with` block ends them all.
+    The children's program builds the model and passes it to `serve_traces`. Leaving the `with` block ends all children.
     """
 
     def __init__(self, children: Children) -> None:
         self._children = children
         self._executor = ThreadPoolExecutor(children.limit, "cgtool-trace", initializer=self._wait_until_built)
-        self._begun: dict[tuple[object, ...], Future[TraceReport]] = {}
+        self._futures: dict[tuple[object, ...], Future[TraceReport]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -71,14 +71,14 @@ class Tracers:
         adaptor: str,
         on_traced: Callable[[tuple[Traced, ...]], None] = lambda _: None,
     ) -> None:
-        """Have variants traced in the order in which they will be asked for; return at once.
+        """Start tracing variants, in the order in which they will be taken; return immediately.
 
-        A thread of its own calls `on_traced` with what a child has traced, as soon as it has.
+        `on_traced` is called with each child's result, from another thread.
         """
         try:
             settings = changed_settings()
         except StaysHereError as reason:
-            _log.info("All variants are traced in this process: %s.", reason)
+            _log.info("Tracing all variants in this process: %s.", reason)
             return
         for call, fixed in variants:
             request = TraceRequest(
@@ -88,41 +88,41 @@ class Tracers:
                 adaptor=adaptor,
                 settings=settings,
             )
-            # settings of torch belong to a thread's context: the thread sees those of this one
+            # torch keeps settings in context variables: run the thread in a copy of this context
             run = contextvars.copy_context().run
-            self._begun[call.name, *fixed.items()] = self._executor.submit(run, self._traced, request, on_traced)
+            self._futures[call.name, *fixed.items()] = self._executor.submit(run, self._trace, request, on_traced)
 
     def take(self, call: ExampleCall, fixed: Mapping[str, int]) -> tuple[tuple[Traced, ...], float] | None:
-        """Wait for what a child has begun with; return its variants and the seconds that they took.
+        """Wait for a child's result; return its variants and the seconds that the trace took.
 
-        None means that this process is to trace it.
+        Returns None if no child has started on it or the child failed; then this process must trace the variant.
         """
-        future = self._begun.pop((call.name, *fixed.items()), None)
+        future = self._futures.pop((call.name, *fixed.items()), None)
         if future is None or future.cancel():
             return None
         report = future.result()
         if not report.traced:
-            _log.info("A variant is traced in this process, because a child did not: %s", report.failure)
+            _log.info("Tracing a variant in this process because a child failed to: %s", report.failure)
             return None
         return report.traced, report.secs
 
     def _wait_until_built(self) -> None:
-        """Let a child build the model: a variant is begun with once it can be, and is this process's until then."""
-        with contextlib.suppress(ChildEndedError, ClosedError, OSError):  # the next request says it again
+        """Wait until a child has built the model; until then the parent may still take over every variant."""
+        with contextlib.suppress(ChildEndedError, ClosedError, OSError):  # the next request reports it
             self._children.ask(TraceRequest(), answer=TraceReport, timeout_secs=None)
 
-    def _traced(self, request: TraceRequest, on_traced: Callable[[tuple[Traced, ...]], None]) -> TraceReport:
+    def _trace(self, request: TraceRequest, on_traced: Callable[[tuple[Traced, ...]], None]) -> TraceReport:
         try:
             report: TraceReport = self._children.ask(request, answer=TraceReport, timeout_secs=None).record
         except (ChildEndedError, ClosedError, OSError, ValueError) as error:
             return TraceReport(failure=str(error))
-        with contextlib.suppress(CgtoolError):  # raised again where the variant is taken
+        with contextlib.suppress(CgtoolError):  # raised again when the variant is taken
             on_traced(report.traced)
         return report
 
 
 def serve_traces(channel: Channel, spec: ModelSpec) -> None:
-    """Trace variants of a model until the parent lets go; whatever goes wrong is in the answer."""
+    """Trace variants of a model until the parent hangs up; failures are reported in the answers."""
     tracer: VariantTracer | None = None
     calls = {call.name: call for call in spec.calls}
     for request, _ in channel.requests(TraceRequest):

@@ -1,7 +1,7 @@
-"""Which artifacts a plan needs under a configuration: unique pieces by shapes, as data. Must not import torch.
+"""The artifacts that a plan needs under a configuration: pieces by shapes, as data. Must not import torch.
 
-A variant that fixes dimensions is compiled once, for the sizes that it fixes; any other for the general shape, for each
-concrete size that it can take, and for each range.
+A variant that fixes dimensions is compiled once, for the sizes that it fixes; any other variant is compiled for the
+general shape, for each concrete size that it accepts, and for each range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cgtool.store.records import Artifact, Fallback, Manifest, Row
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One artifact that the plan needs: a piece of a variant, for a shape, by an adaptor."""
+    """One artifact that a plan needs: a piece of a variant, for a shape, compiled by an adaptor."""
 
     variant: int
     piece_index: int
@@ -33,14 +33,14 @@ class Work:
     #: The piece's graph at these sizes.
     graph: PieceGraph
     adaptor: str
-    #: Whether the compiler may take its time to find the fastest kernels.
+    #: Whether the compiler autotunes kernels.
     tuned: bool
-    #: Whether it serves every size of its variant, and not a concrete size or a range.
+    #: Whether the artifact serves every size of its variant, not only a concrete size or a range.
     is_base: bool
 
     @property
     def origin(self) -> Origin:
-        """What the artifact says that it was compiled from."""
+        """The source that is recorded in the artifact."""
         return Origin(piece=self.piece, shape=self.shape)
 
     @property
@@ -49,7 +49,7 @@ class Work:
         return self.variant, self.piece_index
 
     def row(self, adaptor: str, artifact: Artifact) -> Row:
-        """Return the manifest's row for it, once `adaptor` compiled it."""
+        """Return the manifest's row for this work as compiled by `adaptor`."""
         return Row(
             variant=self.variant,
             piece_index=self.piece_index,
@@ -60,13 +60,13 @@ class Work:
         )
 
     def fallback(self, adaptor: str, reason: str) -> Fallback:
-        """Return the note that `adaptor` serves it, and not the one that was asked for."""
+        """Return the record that `adaptor` serves this work instead of the requested adaptor."""
         return Fallback(
             variant=self.variant, piece_index=self.piece_index, shape=self.shape, adaptor=adaptor, reason=reason
         )
 
     def row_in(self, manifest: Manifest) -> Row | None:
-        """Return the manifest's row for it."""
+        """Return the manifest's row for this work, if there is one."""
         return manifest.row(
             variant=self.variant,
             shape=self.shape,
@@ -77,13 +77,13 @@ class Work:
 
 
 def leveled(config: CompilationConfig, spec: ModelSpec) -> CompilationConfig:
-    """Return the configuration with what its level means spelled out, and the model's own splitting ops.
+    """Return the configuration with its level expanded, and the model's splitting ops if it sets none itself.
 
     Raises:
-        UsageError: The level is 0: the model runs as it is, and there is nothing to compile.
+        UsageError: The level is 0, at which nothing is compiled.
     """
     if config.effective_level == CompilationLevel.NO_COMPILATION:
-        msg = "Level 0 runs the model as it is, so there is nothing to compile. Choose level 1, 2 or 3."
+        msg = "Level 0 runs the model eagerly, so there is nothing to compile. Choose level 1, 2 or 3."
         raise UsageError(msg, path="level", actual=0)
     config = config.leveled()
     if config.splitting_ops is None and spec.splitting_ops is not None:
@@ -96,20 +96,20 @@ def wanted(
 ) -> tuple[Work, ...]:
     """Return every artifact that `plan` needs under `config`.
 
-    A piece that runs as it stands, as `fallbacks` say, does so at every size: one artifact serves them all. Where the
-    plan is not whole yet, a size may fit none of its variants.
+    A piece that `fallbacks` list as eager runs eagerly at every size, so one artifact serves all of them. If the plan
+    is not whole yet (`is_whole`), a size may fit none of its variants.
 
     Raises:
-        UsageError: A size or a range fits no variant, or it is not clear which dimension it speaks of.
+        UsageError: A size or a range fits no variant, or its dimension is ambiguous.
     """
     known = {fallback.place: fallback.adaptor for fallback in fallbacks}
-    as_it_stands = {place[:2] for place, adaptor in known.items() if adaptor == EAGER}
-    asked = _asked_shapes(plan, config, is_whole=is_whole)
+    eager_places = {place[:2] for place, adaptor in known.items() if adaptor == EAGER}
+    requested = _requested_shapes(plan, config, is_whole=is_whole)
     work = []
     for index, variant in enumerate(plan.variants):
-        for shape, tuned in _shapes_of(variant, asked):
+        for shape, tuned in _shapes_of(variant, requested):
             for step in variant.steps:
-                eager = (index, step.piece) in as_it_stands
+                eager = (index, step.piece) in eager_places
                 if step.splitting or (eager and shape != of_sizes(variant.fixed)):
                     continue
                 adaptor = EAGER if eager else known.get((index, step.piece, shape_text(shape)), config.adaptor)
@@ -132,32 +132,32 @@ def work_at(plan: Plan, variant: int, step: Step, shape: Shape, *, adaptor: str,
     )
 
 
-def _asked_shapes(plan: Plan, config: CompilationConfig, *, is_whole: bool) -> tuple[Shape, ...]:
-    """Return the sizes and ranges that the user asked for, each by the names of its dimensions."""
+def _requested_shapes(plan: Plan, config: CompilationConfig, *, is_whole: bool) -> tuple[Shape, ...]:
+    """Return the configured sizes and ranges, by dimension name."""
     names = tuple(dict.fromkeys(name for variant in plan.variants for name in (*variant.dims, *variant.fixed)))
-    asked: dict[str, Shape] = {}
+    requested: dict[str, Shape] = {}
     for size in resolve_compile_sizes(config):
         shape = of_sizes(_named_size(size, names, config))
-        # Of the sizes that are captured, those that the model does not take are left out.
+        # capture sizes that the model does not accept are skipped
         if is_whole and size in (config.compile_sizes or ()):
             _check_served(shape, plan, "compile_sizes")
-        asked[shape_text(shape)] = shape
+        requested[shape_text(shape)] = shape
     if config.compile_ranges and not names:
-        msg = "compile_ranges speaks of sizes, and this model has no dynamic dimension. Leave it out."
+        msg = "compile_ranges needs a dynamic dimension, and this model has none. Leave it out."
         raise UsageError(msg, path="compile_ranges")
     for start, end in config.compile_ranges:
         shape = {_the_dim(names, config, f"the range [{start}, {end}]"): (start, end)}
-        asked[shape_text(shape)] = shape
+        requested[shape_text(shape)] = shape
         if is_whole:
             _check_served(shape, plan, "compile_ranges")
-    return tuple(asked.values())
+    return tuple(requested.values())
 
 
-def _shapes_of(variant: Variant, asked: Iterable[Shape]) -> Iterator[tuple[Shape, bool]]:
-    """Yield the shapes that one variant is compiled for, each with whether the compiler may tune it."""
+def _shapes_of(variant: Variant, requested: Iterable[Shape]) -> Iterator[tuple[Shape, bool]]:
+    """Yield the shapes that one variant is compiled for, each with whether it is autotuned."""
     base = of_sizes(variant.fixed)
-    yield base, base in asked and bool(base)
-    for shape in asked:
+    yield base, base in requested and bool(base)
+    for shape in requested:
         if shape != base and _serves(variant, shape):
             yield {**base, **shape}, is_size(shape)
 
@@ -175,7 +175,7 @@ def _named_size(size: int | Mapping[str, int], names: tuple[str, ...], config: C
 
 def _the_dim(names: tuple[str, ...], config: CompilationConfig, what: str) -> str:
     if not names:
-        msg = f"This model has no dynamic dimension, so {what} has no meaning. Leave it out, or name one in `dynamic`."
+        msg = f"This model has no dynamic dimension, so {what} cannot apply. Leave it out, or name one in `dynamic`."
         raise UsageError(msg, path="compile_sizes")
     if len(names) == 1 and config.size_dim in (None, names[0]):
         return names[0]
@@ -186,14 +186,14 @@ def _the_dim(names: tuple[str, ...], config: CompilationConfig, what: str) -> st
         raise UsageError(msg, path="size_dim", expected=names, actual=config.size_dim)
     example = ", ".join(f'"{name}": 8' for name in names)
     msg = (
-        f"This model has {len(names)} dynamic dimensions ({', '.join(names)}), so {what} does not say which it means. "
-        f"Name one with size_dim, or give a mapping: {{{example}}}."
+        f"This model has {len(names)} dynamic dimensions ({', '.join(names)}), so {what} is ambiguous. "
+        f"Name a dimension with size_dim, or give a mapping: {{{example}}}."
     )
     raise UsageError(msg, path="size_dim", expected=names)
 
 
 def _serves(variant: Variant, shape: Shape) -> bool:
-    """Return whether calls of this shape belong to `variant`; a size names all dimensions that the variant fixes."""
+    """Return whether `variant` serves calls of this shape; a size must name every dimension that the variant fixes."""
     for name, size in variant.fixed.items():
         if shape.get(name, None if is_size(shape) else (size, size)) != (size, size):
             return False
@@ -208,8 +208,8 @@ def _serves(variant: Variant, shape: Shape) -> bool:
 def _check_served(shape: Shape, plan: Plan, field: str) -> None:
     if not any(_serves(variant, shape) for variant in plan.variants):
         raise UsageError(
-            f"No variant of this model takes {shape_text(shape)}: it is outside of what `dynamic` and the model's code "
-            "allow. Leave it out, or widen `dynamic`.",
+            f"No variant of this model accepts {shape_text(shape)}: `dynamic` or the model's code excludes it. Leave "
+            "it out, or widen `dynamic`.",
             path=field,
             actual=shape_text(shape),
         )

@@ -1,4 +1,4 @@
-"""A compile worker: the program of a child that compiles pieces, and what it says where it cannot."""
+"""The program of a compile worker: compiles pieces in a child process and reports failures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from cgtool.store.artifacts import split_origin
 from cgtool.store.files import FILE_LIMIT
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-#: What compilers and libraries print when the machine, and not the piece, stops them.
-_SAID = {
+#: What compilers and libraries print when a machine limit stops them → the limit.
+_MACHINE_LIMITS = {
     "No space left on device": "disk",
     "Disk quota exceeded": "disk",
     "Killed signal terminated program": "memory",
@@ -45,22 +45,22 @@ _SAID = {
     "can't allocate memory": "memory",
 }
 _ADVICE = {
-    "disk": "the disk is full. Free some space (the cache's disk and TMPDIR both count) and warm again",
-    "file": f"a file that it writes cannot be written: {FILE_LIMIT}",
+    "disk": "the disk is full. Free space for the cache and in TMPDIR, and warm again",
+    "file": f"a file cannot be written: {FILE_LIMIT}",
     "memory": "memory ran out. Use fewer workers (--jobs), or a machine with more memory",
 }
 _LINE_CHARS = 200
 
 
 def main(channel: Channel) -> None:
-    """Compile pieces until the parent lets go; whatever goes wrong is in the answer."""
+    """Compile pieces until the parent hangs up; every failure is reported in the answer."""
     _prepare(channel.setup(WorkerSetup))
     for request, _ in channel.requests(CompileRequest):
         channel.answer(*_answer(request))
 
 
 def serve_units(channel: Channel) -> None:
-    """Compile units for `cgtool.executors.worker`, and prove them, until the parent lets go."""
+    """Compile and prove units for `cgtool.executors.worker` until the parent hangs up."""
     setup = channel.setup(UnitSetup)
     _prepare(WorkerSetup(threads=1, inductor=setup.inductor, native=False, shared=setup.shared))
     with contextlib.ExitStack() as stack:
@@ -72,13 +72,13 @@ def serve_units(channel: Channel) -> None:
             if prover is not None:
                 prover.start()  # it imports torch while the piece is compiled
             report, artifact = _answer(request)
-            if request.prove and prover is not None and report.artifact is not None:
+            if request.prove and prover is not None:
                 report = _proved(prover, request, report, artifact)
             channel.answer(report, artifact if report.artifact is not None else b"")
 
 
 def _proved(prover: Prover, request: CompileRequest, report: CompileReport, data: bytes) -> CompileReport:
-    """Return the report with what a proof found; without the artifact where it is not what the piece gives."""
+    """Return the report with the proof's result; the artifact is dropped if it is wrong."""
     if report.artifact is None:
         return report
     _, code = split_origin(data, report.artifact.kind)
@@ -97,7 +97,7 @@ def _proved(prover: Prover, request: CompileRequest, report: CompileReport, data
 def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
     try:
         return _compiled(request)
-    except BaseException as error:  # noqa: BLE001  a compiler fails in any way it likes: the report says how
+    except BaseException as error:  # noqa: BLE001  compilers raise anything, and the report describes it
         traceback.print_exc()
         fault = machine_fault(error)
         reason = fault or str(error).strip() or type(error).__name__
@@ -109,7 +109,7 @@ def _answer(request: CompileRequest) -> tuple[CompileReport, bytes]:
 def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
     differ = why_machines_differ(request.factors)
     if differ is not None:
-        return CompileReport(status="refused", reason=f"as it sees the unit, {differ}"), b""
+        return CompileReport(status="refused", reason=f"compared with this worker, {differ}"), b""
     apply_settings(request.settings)
     try:
         import_providers(request.imports)
@@ -122,7 +122,7 @@ def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
     if differ is not None:
         return CompileReport(status="refused", reason=differ), b""
     if adaptor.compute_hash(request.options, max_autotune=request.max_autotune) != request.compiler:
-        reason = "the compiler, its settings or the target here are not those that the request was made for"
+        reason = "the compiler, its settings or the target differ from those of the request"
         return CompileReport(status="refused", reason=reason), b""
     data, artifact, texts = compile_piece(
         adaptor, request.graph, request.origin, options=request.options, max_autotune=request.max_autotune
@@ -131,7 +131,7 @@ def _compiled(request: CompileRequest) -> tuple[CompileReport, bytes]:
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """Return what of the machine stopped a compile, as the error or a cause of it says; None where nothing did."""
+    """Return which machine limit stopped a compile, by an error and its causes; None if none did."""
     for found in chain_of(error):
         if isinstance(found, OSError) and found.errno in _NO_SPACE:
             return _ADVICE["disk"]
@@ -140,14 +140,14 @@ def machine_fault(error: BaseException) -> str | None:
         if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):
             return _ADVICE["memory"]
         for line in str(found).splitlines():
-            kind = next((kind for said, kind in _SAID.items() if said in line), None)
+            kind = next((kind for text, kind in _MACHINE_LIMITS.items() if text in line), None)
             if kind is not None:
                 return f"{_ADVICE[kind]} ({line.strip()[:_LINE_CHARS]})"
     return None
 
 
 def _prepare(setup: WorkerSetup) -> None:
-    """Import what compiles need before there is one: it counts for no unit's time."""
+    """Import the compiler before the first unit, so that no unit's time limit includes it."""
     if setup.inductor:
         _torch.import_inductor(setup.threads)
         _torch.share_probes(Path(setup.shared))

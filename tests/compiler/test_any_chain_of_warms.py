@@ -166,7 +166,7 @@ class Sized(nn.Module):
         return torch.sin(x) * 2
 
 
-def test_a_size_that_is_a_variant_is_tuned_when_it_is_asked_for(cache_root, monkeypatch):
+def test_a_compile_size_that_equals_a_variant_is_tuned(cache_root, monkeypatch):
     monkeypatch.setitem(adaptor_registry._registered, "inductor_standalone", Standing)
     call = cgtool.ExampleCall(args=(torch.rand(3, 5, 4),))
     spec = cgtool.ModelSpec(module=Sized().eval(), calls=[call], dynamic={"x": {0: "batch", 1: "seq"}})

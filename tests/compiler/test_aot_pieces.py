@@ -36,7 +36,7 @@ def test_native_code_computes_what_the_piece_computes(group):
         same_as_eager(run, case, sizes)
 
 
-def test_a_scatter_out_of_range_is_an_error_and_no_answer():
+def test_a_scatter_out_of_range_raises():
     inputs = [piece_cases.X, piece_cases.tensor("s0", 8, dtype="int64")]
     zeros = piece_cases.call("torch.zeros_like", "%0")
     scatter = piece_cases.method("scatter_add", "%2", 0, "%1", "%0")
@@ -82,7 +82,7 @@ def loader(request, monkeypatch):
 
 @pytest.mark.usefixtures("loader")
 @pytest.mark.parametrize("group", ["writes and views", "dtypes", "the rest"])
-def test_inputs_may_begin_at_any_element(group):
+def test_inputs_may_start_at_any_element(group):
     case = side_by_side(GROUPS[group])
     run = open_package(package_of(case.piece), case.piece)
     together = {position for members in case.piece.aliases for position in members}

@@ -36,7 +36,7 @@ def extern(kind, value):
         ("as_optional_tensors", []),
     ],
 )
-def test_an_argument_that_torch_does_not_read_back_is_refused(kind, value):
+def test_an_argument_that_torch_does_not_read_back_is_rejected(kind, value):
     with pytest.raises(CompileError, match=r"argument how of user::op.*eager"):
         _check_extern(extern(kind, value))
 
@@ -45,7 +45,7 @@ def test_an_argument_that_torch_does_not_read_back_is_refused(kind, value):
     ("kind", "value"),
     [("as_float", 1.5), ("as_floats", []), ("as_floats", [1.0]), ("as_ints", [0]), ("as_string", "Infinity")],
 )
-def test_an_argument_that_torch_reads_back_is_kept(kind, value):
+def test_an_argument_that_torch_reads_back_is_accepted(kind, value):
     _check_extern(extern(kind, value))
 
 
@@ -71,7 +71,7 @@ def with_compiler(path):
     return done.out
 
 
-def test_a_missing_compiler_is_a_sentence():
+def test_a_missing_compiler_is_reported():
     found = with_compiler("/nonexistent/g++")
     assert found.startswith("ConfigError The adaptor 'aot_inductor' needs a C++ compiler")
     assert "/nonexistent/g++" in found
@@ -79,9 +79,9 @@ def test_a_missing_compiler_is_a_sentence():
 
 @pytest.mark.parametrize(
     ("cxx", "why"),
-    [("", "CXX is set, and empty"), ("  ", "CXX is set, and empty"), ("/nonexistent/g++", "CXX is '/nonexistent/g++'")],
+    [("", "CXX is set but empty"), ("  ", "CXX is set but empty"), ("/nonexistent/g++", "CXX is '/nonexistent/g++'")],
 )
-def test_a_compiler_that_is_not_there_is_known_before_anything_is_traced(monkeypatch, cxx, why):
+def test_a_missing_compiler_is_detected_before_tracing(monkeypatch, cxx, why):
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(ConfigError, match=re.escape(f"none works here ({why})")):
         check_compiler("aot_inductor")
@@ -111,25 +111,25 @@ def test_an_op_that_cannot_be_traced_is_named():
         get_adaptor("aot_inductor").compile(piece, options={})
 
 
-def test_sizes_that_depend_on_values_are_refused():
+def test_sizes_that_depend_on_data_are_rejected():
     piece = graph([X], [call("torch.nonzero", "%0"), call("torch.sin", "%0")], ["%1", "%2"])
     with pytest.raises(CompileError, match=r"nbacked.*the piece can run eagerly"):
         get_adaptor("aot_inductor").compile(piece, options={})
 
 
-def test_a_view_as_a_wider_dtype_is_refused_before_anything_is_compiled():
+def test_a_view_as_a_wider_dtype_is_rejected():
     piece = graph([X], [call("torch.ops.aten.view.dtype", "%0", {"dtype": "float64"})], ["%1"])
     with pytest.raises(CompileError, match=r"float32 as torch\.float64"):
         _hold_back_views(rebuild(piece), piece)
 
 
-def test_a_view_of_an_input_is_not_native():
+def test_a_view_of_an_input_is_not_returned_by_native_code():
     piece = graph([X], [call("torch.sin", "%0"), call("torch.narrow", "%0", 0, 1, 1)], ["%2", "%1"])
     assert _hold_back_views(rebuild(piece), piece) == [["input", 0, [1, 8], [8, 1], 8], ["native", 0]]
 
 
 @pytest.mark.parametrize("name", ["two inputs", "a fact", "two symbols", "autocast"])
-def test_a_piece_that_shares_nothing_is_left_as_it_is(name):
+def test_a_piece_without_shared_memory_is_unchanged(name):
     piece = CASES[name].piece
     rebuilt = rebuild(piece)
     before = str(rebuilt.module.graph)

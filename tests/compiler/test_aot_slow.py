@@ -79,7 +79,7 @@ def test_a_piece_has_the_same_bytes_wherever_it_is_compiled(tmp_path):
     assert other.strip() == sha256_hex(package_of(CASES["a fact"].piece))
 
 
-def test_native_code_looks_for_nothing_at_a_path(tmp_path):
+def test_native_code_has_no_library_paths(tmp_path):
     """The paths within it stand in messages; none of them is opened."""
     native = tmp_path / "native.so"
     native.write_bytes(unpack(package_of(CASES["a fact"].piece)).native)
@@ -91,7 +91,7 @@ def test_native_code_looks_for_nothing_at_a_path(tmp_path):
     assert not any("/" in name for name in needed)
 
 
-def test_a_compile_leaves_the_settings_of_inductor_as_they_were():
+def test_a_compile_restores_the_settings_of_inductor():
     compiler = get_adaptor("aot_inductor")
     before = compiler.compute_hash({})
     compiler.compile(CASES["only views"].piece, options={})

@@ -56,7 +56,7 @@ def edited(tmp_path):
     return folder
 
 
-def test_workers_that_differ_refuse_with_the_difference_and_others_do_it(dask, edited, cache_root):
+def test_workers_that_differ_refuse_with_the_difference(dask, edited, cache_root):
     dask.add_worker(PYTHONPATH=str(edited))
     dask.add_worker(ATEN_CPU_CAPABILITY="default")
     dask.add_worker(PYTHONPATH=dask.without_cgtool)
@@ -75,7 +75,7 @@ def test_workers_that_differ_refuse_with_the_difference_and_others_do_it(dask, e
     assert len(set(made_by(events))) == 1
 
 
-def test_a_killed_workers_unit_is_compiled_by_another_one_and_what_it_had_finished_is_not_done_again(
+def test_the_unit_of_a_killed_worker_is_compiled_by_another_one(
     dask, site, worded_here, cache_root, tmp_path
 ):
     log, gate = tmp_path / "log", tmp_path / "gate"
@@ -96,9 +96,9 @@ def test_a_killed_workers_unit_is_compiled_by_another_one_and_what_it_had_finish
     assert len(log.read_text().split()) == 3
 
 
-def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(dask, cache_root):
+def test_a_unit_that_kills_two_workers_fails_alone(dask, cache_root):
     workers = [dask.add_worker() for _ in range(3)]
-    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice") as caught:
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): two attempts on workers failed") as caught:
         compile_on(dask.url, hostile.work_of(hostile.number_of(hostile.kill_worker), 0, 50), cache_root)
     assert str(caught.value).count("tcp://127.0.0.1:") == 2
     assert stored_units(cache_root) == 2
@@ -106,9 +106,9 @@ def test_a_unit_that_kills_two_workers_fails_by_name_and_the_others_are_stored(d
 
 
 @pytest.mark.slow
-def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root):
+def test_a_unit_that_kills_all_workers_fails(dask, cache_root):
     workers = [dask.add_worker() for _ in range(2)]
-    with pytest.raises(UnitsFailedError, match="workers failed with it twice") as caught:
+    with pytest.raises(UnitsFailedError, match="two attempts on workers failed") as caught:
         compile_on(dask.url, hostile.work_of(hostile.number_of(hostile.kill_worker)), cache_root)
     assert str(caught.value).count("it died while compiling this unit") == 2
     assert all(worker.wait(10) for worker in workers)
@@ -116,7 +116,7 @@ def test_a_unit_that_kills_all_workers_there_are_fails_by_name(dask, cache_root)
 
 @pytest.mark.slow  # Dask waits for ten seconds, and then does as with a worker that died
 @pytest.mark.parametrize("dask", [{"DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10s"}], indirect=True)
-def test_a_worker_that_hangs_is_given_up_and_another_one_does_its_unit(dask, cache_root, tmp_path):
+def test_the_unit_of_a_hanging_worker_is_compiled_by_another_one(dask, cache_root, tmp_path):
     log, events = tmp_path / "log", []
     first = dask.add_worker()
 
@@ -136,7 +136,7 @@ def test_a_worker_that_hangs_is_given_up_and_another_one_does_its_unit(dask, cac
 
 
 @pytest.mark.slow
-def test_a_worker_that_comes_late_does_what_others_refused_and_left(dask, cache_root, tmp_path):
+def test_a_late_worker_compiles_what_others_refused_and_left(dask, cache_root, tmp_path):
     log, events = tmp_path / "log", []
     dask.add_worker(ATEN_CPU_CAPABILITY="default")
     fit = dask.add_worker()
@@ -156,7 +156,7 @@ def test_a_worker_that_comes_late_does_what_others_refused_and_left(dask, cache_
     assert done.compiled == stored_units(cache_root) == 3
 
 
-def test_an_interruption_cancels_what_is_queued_and_keeps_what_was_finished(dask, site, cache_root, tmp_path):
+def test_an_interruption_cancels_queued_units_and_keeps_finished_ones(dask, site, cache_root, tmp_path):
     dask.add_worker(**site)
     log, gate = tmp_path / "log", tmp_path / "gate"
     options = ("--adaptor", "worded", "--inductor-config", f'{{"log": "{log}", "gate": "{gate}"}}')
@@ -174,7 +174,7 @@ def test_an_interruption_cancels_what_is_queued_and_keeps_what_was_finished(dask
     assert stored_units(cache_root) == 1
 
 
-def test_what_was_finished_is_stored_when_the_scheduler_goes_away(dask, cache_root, tmp_path):
+def test_finished_units_are_stored_when_the_scheduler_dies(dask, cache_root, tmp_path):
     for _ in range(2):  # one hangs
         dask.add_worker()
 
@@ -184,21 +184,21 @@ def test_what_was_finished_is_stored_when_the_scheduler_goes_away(dask, cache_ro
 
     helper = threading.Thread(target=kill)
     helper.start()
-    with pytest.raises(ExecutorError, match=r"is gone .*What was finished is stored"):
+    with pytest.raises(ExecutorError, match=r"is gone .*Finished artifacts are stored"):
         compile_on(dask.url, hostile.work_of(0, hostile.number_of(hostile.hang)), cache_root)
     helper.join()
     assert stored_units(cache_root) == 1
 
 
-def test_a_cluster_without_workers_is_waited_for_and_not_for_ever(dask, cache_root):
+def test_a_cluster_without_workers_is_abandoned_after_a_while(dask, cache_root):
     events = []
     with pytest.raises(ExecutorError, match=r"has had no workers for 0\.1 s"):
         compile_on(dask.url, hostile.work_of(0, 50), cache_root, patience_secs=0.1, events=events)
     said = [event.message for event in events if "waiting" in event.message]
-    assert said == [f"waiting for workers: {dask.url} has none (for 0.1 s at most)"]
+    assert said == [f"waiting for workers: {dask.url} has none (for at most 0.1 s)"]
 
 
-def test_a_scheduler_that_does_not_answer_is_said(dask, monkeypatch):
+def test_a_scheduler_that_does_not_answer_is_an_error(dask, monkeypatch):
     dask.close()
     monkeypatch.setattr(engines, "_CONNECT_SECS", 1.0)
     with pytest.raises(ExecutorError, match=r"The Dask scheduler at 127\.0\.0\.1:.* does not respond"):

@@ -51,7 +51,7 @@ def all_are_proved(report):
 
 
 @pytest.mark.slow
-def test_jobs_of_slurm(found, cache_root, tmp_path):
+def test_a_warm_on_slurm(found, cache_root, tmp_path):
     pytest.importorskip("submitit")
     done = run(*options(cache_root, f"slurm:cluster=local,folder={tmp_path / 'jobs'}"), env=found)
     assert done.code == 0, done.err
@@ -59,18 +59,18 @@ def test_jobs_of_slurm(found, cache_root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_unit_that_kills_two_jobs_of_slurm_fails_by_name(found, cache_root, tmp_path, monkeypatch):
+def test_a_unit_that_kills_two_jobs_of_slurm_fails(found, cache_root, tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PYTHONPATH", found["PYTHONPATH"])
     work = hostile.work_of(hostile.number_of(hostile.kill_worker), 0)
-    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice") as caught:
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): two attempts on workers failed") as caught:
         compile_on(f"slurm:cluster=local,folder={tmp_path / 'jobs'}", work, cache_root)
     assert str(caught.value).count("a worker: Job ") == 2
     assert stored_units(cache_root) == 1
 
 
 @pytest.mark.slow
-def test_processes_of_mpi(found, cache_root):
+def test_a_warm_on_mpi(found, cache_root):
     command = [*mpi(), *options(cache_root, "mpi")]
     done = subprocess.run(command, env=environment(**found), capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def ray_head(found, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cluster_of_ray(ray_head, found, cache_root, tmp_path):
+def test_a_warm_on_ray(ray_head, found, cache_root, tmp_path):
     on_the_machine, by_client = ray_head
     for _ in range(4):  # Ray forks a server for each client, which gRPC's threads sometimes stop
         done = run(*options(cache_root, by_client), env=found)
@@ -118,7 +118,7 @@ def test_a_cluster_of_ray(ray_head, found, cache_root, tmp_path):
     assert done.code == 0, done.err
     assert all_are_proved(done.report)
     killer = hostile.number_of(hostile.kill_worker)
-    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): workers failed with it twice"):
+    with pytest.raises(UnitsFailedError, match=r"piece 0 \(general\): two attempts on workers failed"):
         compile_on(on_the_machine, hostile.work_of(killer, 0, 50), cache_root / "other")
     assert stored_units(cache_root / "other") == 2
     command = [sys.executable, "-m", "cgtool", "warm", MODEL, "--executor", on_the_machine]
@@ -131,7 +131,7 @@ def test_a_cluster_of_ray(ray_head, found, cache_root, tmp_path):
     assert stored_units(cache_root / "third") == 1
 
 
-def test_what_slurm_does_not_take_is_said(tmp_path):
+def test_an_unknown_parameter_of_slurm_is_an_error(tmp_path):
     pytest.importorskip("submitit")
     with pytest.raises(ConfigError, match=r"The executor 'slurm' does not accept 'cluster=local,folder=.*,no_such=1'"):
         open_engine(f"slurm:cluster=local,folder={tmp_path},no_such=1")

@@ -38,7 +38,7 @@ def test_an_adaptor_computes_what_the_piece_computes(adaptor, name):
         same_as_eager(run, case, sizes, strides=False)
 
 
-def test_an_index_out_of_range_is_an_error_where_loops_have_threads():
+def test_an_index_out_of_range_raises_in_threaded_loops():
     before = dict(vars(CppKernel))
     piece = with_results(CASES["indices"].piece)
     compiler = get_adaptor("inductor_standalone")
@@ -48,7 +48,7 @@ def test_an_index_out_of_range_is_an_error_where_loops_have_threads():
     assert dict(vars(CppKernel)) == before
 
 
-def test_inputs_are_taken_over():
+def test_the_list_of_inputs_is_emptied():
     case = CASES["two inputs"]
     piece = with_results(case.piece)
     for adaptor in ADAPTORS:
@@ -60,7 +60,7 @@ def test_inputs_are_taken_over():
 
 
 @pytest.mark.parametrize("adaptor", [*ADAPTORS, "aot_inductor"])
-def test_outputs_lie_in_memory_as_the_trace_promised_and_not_as_eager_happens_to_lay_them(adaptor):
+def test_outputs_have_the_strides_of_the_trace_and_not_those_of_eager(adaptor):
     piece = OTHERWISE_LAID
     compiler = get_adaptor(adaptor)
     native = adaptor == "aot_inductor"  # which takes long
@@ -73,7 +73,7 @@ def test_outputs_lie_in_memory_as_the_trace_promised_and_not_as_eager_happens_to
     assert torch.equal(found, eager)
 
 
-def test_what_runs_as_it_stands_gives_no_other_shape_than_promised():
+def test_an_eager_piece_checks_the_promised_shapes():
     piece = replace(OTHERWISE_LAID, results=(tensor("s0", 7, 4, 4),))
     compiler = get_adaptor("eager")
     run = compiler.load(compiler.compile(piece, options={}).artifact, piece)

@@ -87,7 +87,7 @@ def has_sin(graph):
     return any(node.target == "torch.sin" for node in graph.nodes)
 
 
-def test_a_piece_that_is_refused_for_all_sizes_runs_as_it_stands(tmp_path, monkeypatch):
+def test_a_piece_rejected_for_all_sizes_runs_eagerly(tmp_path, monkeypatch):
     monkeypatch.setattr(Refusing, "refuses", staticmethod(has_sin))
     model = Model()
     result = run(model, tmp_path, compile_sizes=[1, 8])
@@ -101,12 +101,12 @@ def test_a_piece_that_is_refused_for_all_sizes_runs_as_it_stands(tmp_path, monke
     }
     assert [shape for variant, piece, shape, _ in rows(tmp_path) if piece == 2] == ["general", "n=1"]
     agree(model, tmp_path)
-    notes = [note for note in result.notes if "runs as it stands" in note]
+    notes = [note for note in result.notes if "runs eagerly" in note]
     assert len(notes) >= 1
     assert all("Piece 2" in note and "does not know the op" in note for note in notes)
 
 
-def test_what_was_refused_once_is_not_tried_again(tmp_path, monkeypatch):
+def test_a_rejected_piece_is_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(Refusing, "refuses", staticmethod(has_sin))
     model = Model()
     run(model, tmp_path, compile_sizes=[8])
@@ -119,7 +119,7 @@ def test_what_was_refused_once_is_not_tried_again(tmp_path, monkeypatch):
     agree(model, tmp_path)
 
 
-def test_a_size_that_alone_is_refused_is_an_error_and_nothing_is_published(tmp_path, monkeypatch):
+def test_a_size_that_is_rejected_is_an_error_and_nothing_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr(Refusing, "refuses", staticmethod(lambda graph: graph.inputs[0].shape[:1] == (8,)))
     model = Model()
     with pytest.raises(CompileError, match="does not know the op"):
@@ -134,7 +134,7 @@ def test_a_size_that_alone_is_refused_is_an_error_and_nothing_is_published(tmp_p
     agree(model, tmp_path)
 
 
-def test_a_size_that_is_refused_later_leaves_the_entry_as_it_was(tmp_path, monkeypatch):
+def test_a_size_that_is_rejected_later_leaves_the_entry_unchanged(tmp_path, monkeypatch):
     model = Model()
     run(model, tmp_path)
     before = manifest(tmp_path)
@@ -147,6 +147,6 @@ def test_a_size_that_is_refused_later_leaves_the_entry_as_it_was(tmp_path, monke
 
 @pytest.mark.parametrize("fields", [{"level": 0}, {"enforce_eager": True}])
 def test_level_0_leaves_nothing_to_compile(tmp_path, fields):
-    with pytest.raises(UsageError, match=r"Level 0 runs the model as it is.*Choose level 1, 2 or 3"):
+    with pytest.raises(UsageError, match=r"Level 0 runs the model eagerly.*Choose level 1, 2 or 3"):
         run(Model(), tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []

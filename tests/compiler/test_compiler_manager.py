@@ -87,7 +87,7 @@ def files_of(root):
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and p.name != "lock")
 
 
-def test_a_piece_is_compiled_once_and_found_again(cache_root):
+def test_a_piece_is_compiled_once_and_reused(cache_root):
     adaptor = Counting()
     manager, objects = manager_of(cache_root, adaptor)
     first = manager.ensure(work_of(PIECE), objects=objects)
@@ -101,7 +101,7 @@ def test_a_piece_is_compiled_once_and_found_again(cache_root):
     assert adaptor.load(code, PIECE)([torch.ones(2, 8), torch.ones(8, 8)])[0].shape == (2, 8)
 
 
-def test_another_piece_size_option_or_adaptor_is_another_unit(cache_root):
+def test_the_key_depends_on_piece_size_options_and_adaptor(cache_root):
     manager, _ = manager_of(cache_root)
     optioned, _ = manager_of(cache_root, inductor_compile_config={"epilogue_fusion": False})
     name = "inductor_standalone"
@@ -132,7 +132,7 @@ def test_a_damaged_unit_is_compiled_again(cache_root):
 
 
 @pytest.mark.parametrize("error", [CompileError("no"), KeyboardInterrupt(), SystemExit(143)])
-def test_a_compile_that_ends_early_leaves_nothing(cache_root, error):
+def test_an_interrupted_compile_stores_nothing(cache_root, error):
     manager, objects = manager_of(cache_root, Counting(error=error))
     with pytest.raises(type(error)):
         manager.ensure(work_of(PIECE), objects=objects)
@@ -156,7 +156,7 @@ def _compile_both(root, log, barrier):
         manager.ensure(work_of(piece), objects=objects)
 
 
-def test_four_processes_compile_each_piece_once_between_them(cache_root, tmp_path, processes):
+def test_four_processes_compile_each_piece_once(cache_root, tmp_path, processes):
     log, barrier = tmp_path / "log", processes.Barrier(4)
     workers = [processes.Process(target=_compile_both, args=(cache_root, log, barrier)) for _ in range(4)]
     for worker in workers:
@@ -173,7 +173,7 @@ def _compile_slowly(root, log):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_compile_leaves_nothing_and_blocks_nobody(cache_root, tmp_path, processes, number):
+def test_a_killed_compile_stores_nothing_and_holds_no_lock(cache_root, tmp_path, processes, number):
     log = tmp_path / "log"
     worker = processes.Process(target=_compile_slowly, args=(cache_root, log))
     worker.start()
@@ -187,7 +187,7 @@ def test_a_killed_compile_leaves_nothing_and_blocks_nobody(cache_root, tmp_path,
     assert not manager.ensure(work_of(PIECE), objects=objects).reused
 
 
-def test_a_wait_for_another_process_is_said(cache_root):
+def test_waiting_for_another_process_is_reported(cache_root):
     events = []
     units = UnitStore(CacheLayout(root=cache_root))
 
@@ -203,7 +203,7 @@ def test_a_wait_for_another_process_is_said(cache_root):
     assert "another process" in events[0].message
 
 
-def test_a_unit_that_was_removed_is_found_no_more(tmp_path):
+def test_a_removed_unit_is_not_found(tmp_path):
     units = UnitStore(CacheLayout(root=tmp_path))
     key = "ab" * 32
     units.put(key, b"code", Artifact.of(b"code", kind="json", compile_secs=0.0, kernels=0))
@@ -213,7 +213,7 @@ def test_a_unit_that_was_removed_is_found_no_more(tmp_path):
     units.remove(key)  # twice is once
 
 
-def test_no_room_for_any_package_is_no_mismatch_of_one(tmp_path, monkeypatch):
+def test_no_room_to_open_packages_is_not_a_mismatch(tmp_path, monkeypatch):
     """Else a full machine would send pieces to a slower compiler for good."""
 
     def refuse(*_args, **_options):
@@ -238,7 +238,7 @@ class _Finds:
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_only_what_lies_in_the_piece_is_remembered(tmp_path, lasting):
+def test_only_lasting_proof_gaps_are_stored(tmp_path, lasting):
     reason = "not proved: there was not enough memory"
     prover = _Finds(ProofRecord(verdict="unknown" if lasting else "later", reason=reason), ProofRecord())
     manager = CompilerManager(CacheLayout(root=tmp_path), CompilationConfig(), prover=prover)

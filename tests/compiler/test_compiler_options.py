@@ -14,14 +14,14 @@ pytestmark = pytest.mark.torch
 OPTIONS = {"epilogue_fusion": False}
 
 
-def test_concrete_sizes_are_tuned_and_the_general_shape_is_not():
+def test_only_concrete_sizes_are_autotuned():
     assert "max_autotune" not in inductor_patches({}, max_autotune=False)
     tuned = inductor_patches({}, max_autotune=True)
     assert tuned["max_autotune"] is True
     assert tuned["coordinate_descent_tuning"] is True
 
 
-def test_the_user_s_options_come_last():
+def test_user_options_override_defaults():
     found = inductor_patches({"max-autotune": False, "cpp.threads": 3}, max_autotune=True)
     assert found["max_autotune"] is False
     assert found["cpp.threads"] == 3
@@ -39,14 +39,14 @@ def test_the_user_s_options_come_last():
         ({"epilogue_fusion": "no"}, "takes a bool"),
     ],
 )
-def test_an_option_that_has_no_place_is_named(options, said):
+def test_an_unknown_or_reserved_option_is_an_error(options, said):
     with pytest.raises(ConfigError, match=said):
         inductor_patches(options, max_autotune=False)
     with pytest.raises(ConfigError, match=said):
         get_adaptor("inductor_standalone").compute_hash(options)
 
 
-def test_the_digest_knows_options_adaptors_and_settings(monkeypatch):
+def test_the_hash_depends_on_options_adaptors_and_settings(monkeypatch):
     import torch._inductor.config as inductor_config
 
     standalone = get_adaptor("inductor_standalone")
@@ -71,7 +71,7 @@ def test_the_digest_knows_options_adaptors_and_settings(monkeypatch):
     assert len(found) == 7
 
 
-def test_the_digest_does_not_know_places(monkeypatch, tmp_path):
+def test_the_hash_does_not_depend_on_paths(monkeypatch, tmp_path):
     import torch._inductor.config as inductor_config
 
     standalone = get_adaptor("inductor_standalone")
@@ -84,7 +84,7 @@ def test_the_digest_does_not_know_places(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("adaptor", ["inductor_standalone", "inductor"])
-def test_tuned_code_computes_the_same(adaptor):
+def test_autotuned_code_computes_the_same(adaptor):
     from piece_cases import W, call, graph, tensor
 
     piece = graph([tensor(8, 8), W], [call("torch._C._nn.linear", "%0", "%1")], ["%2"], symbols=())

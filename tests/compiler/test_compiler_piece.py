@@ -23,7 +23,7 @@ from cgtool.runtime.op_by_op import piece_function
 pytestmark = pytest.mark.torch
 
 
-def test_the_module_runs_as_the_piece_does():
+def test_the_module_computes_what_the_piece_computes():
     for name in ("two inputs", "arithmetic on sizes", "slices and assignment"):
         rebuilt = rebuild(CASES[name].piece)
         shapes = [[6 if isinstance(dim, torch.SymInt) else dim for dim in fake.shape] for fake in rebuilt.inputs]
@@ -33,7 +33,7 @@ def test_the_module_runs_as_the_piece_does():
             torch.testing.assert_close(left, right)
 
 
-def test_strides_dtypes_and_sharing_are_kept():
+def test_strides_dtypes_and_aliases_are_rebuilt():
     piece = graph(
         [tensor(8, "s0", stride=[1, 8]), tensor("s0", dtype="bool"), tensor("s0", dtype="bool")],
         [],
@@ -47,7 +47,7 @@ def test_strides_dtypes_and_sharing_are_kept():
     assert fakes[0].untyped_storage()._cdata != fakes[1].untyped_storage()._cdata
 
 
-def test_sizes_that_are_fixed_leave_no_symbols():
+def test_fixed_sizes_leave_no_symbols():
     piece = graph(
         [tensor(6, 8)],
         [size("%0", 0), call("_operator.mul", "%1", 4), method("view", "%0", "%2", 2)],
@@ -104,7 +104,7 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["aot_autograd"]["auto
 
 @pytest.mark.slow  # torch compiles its headers anew
 @pytest.mark.parametrize("adaptor", ["inductor_standalone", "inductor"])
-def test_an_artifact_loads_in_a_fresh_process_whose_torch_caches_are_empty(adaptor, tmp_path):
+def test_an_artifact_loads_in_a_fresh_process_with_empty_torch_caches(adaptor, tmp_path):
     compiled = get_adaptor(adaptor).compile(CASES["two inputs"].piece, options={})
     (tmp_path / "elsewhere").write_bytes(compiled.artifact)
     found = in_a_process(
@@ -113,14 +113,14 @@ def test_an_artifact_loads_in_a_fresh_process_whose_torch_caches_are_empty(adapt
     assert found.split() == ["0", "0", "0", "0"]
 
 
-def test_an_artifact_says_nothing_of_the_environment(monkeypatch):
+def test_an_artifact_does_not_contain_the_environment(monkeypatch):
     monkeypatch.setenv("TORCH_SECRET_TOKEN", "hunter2hunter2")
     artifact = get_adaptor("inductor_standalone").compile(CASES["two inputs"].piece, options={}).artifact
     assert b"hunter2hunter2" not in artifact
     assert str(Path.home()).encode() not in artifact
 
 
-def test_an_artifact_of_another_torch_or_torn_is_refused():
+def test_an_artifact_of_another_torch_or_a_damaged_one_is_refused():
     compiler = get_adaptor("inductor_standalone")
     piece = CASES["only views"].piece
     artifact = compiler.compile(piece, options={}).artifact
@@ -135,17 +135,17 @@ def test_an_artifact_of_another_torch_or_torn_is_refused():
             compiler.load(torn, piece)
 
 
-@pytest.mark.parametrize(("adaptor", "words"), [("eager", "another piece"), ("inductor", "Warm again")])
-def test_an_artifact_of_another_piece_or_torn_is_refused(adaptor, words):
+@pytest.mark.parametrize(("adaptor", "words"), [("eager", "a different piece"), ("inductor", "Warm again")])
+def test_an_artifact_of_another_piece_or_a_damaged_one_is_refused(adaptor, words):
     compiler = get_adaptor(adaptor)
     artifact = compiler.compile(CASES["two inputs"].piece, options={}).artifact
     with pytest.raises(ArtifactError, match=words):
         compiler.load(artifact, CASES["one output twice"].piece)
-    with pytest.raises(ArtifactError, match="torn"):
+    with pytest.raises(ArtifactError, match="damaged"):
         compiler.load(artifact[:30], CASES["two inputs"].piece)
 
 
-def test_what_cannot_be_saved_is_named(monkeypatch):
+def test_a_piece_that_cannot_be_saved_is_an_error(monkeypatch):
     monkeypatch.delitem(_torch._CACHING, "unsafe_marked_cacheable_functions")
     for adaptor in ("inductor_standalone", "inductor"):
         with pytest.raises(CompileError, match=r"cannot save it: .*_enter_autocast.*eager"):
@@ -163,13 +163,13 @@ def test_sizes_that_torch_compares_in_python_can_be_saved():
     assert [run([torch.ones(rows, 8)])[0].shape[0] for rows in (2, 5, 9)] == [5, 5, 9]
 
 
-def test_an_op_that_refuses_its_inputs_is_named():
+def test_an_op_that_rejects_its_inputs_is_named():
     piece = graph([X, tensor(7, 7)], [call("torch.matmul", "%0", "%1")], ["%2"])
     with pytest.raises(CompileError, match=r"op 0 of the piece, torch.matmul"):
         rebuild(piece)
 
 
-def test_a_guard_that_compiling_adds_is_returned():
+def test_guards_added_by_the_compiler_are_returned():
     nodes = [method("narrow", "%0", 0, 0, 5), method("sin", "%1")]
     for adaptor in ("inductor_standalone", "inductor"):
         compiled = get_adaptor(adaptor).compile(graph([X], nodes, ["%2"]), options={})
@@ -177,7 +177,7 @@ def test_a_guard_that_compiling_adds_is_returned():
         assert holds == list(range(5, 30))
 
 
-def test_a_guard_that_range_or_facts_imply_is_not_returned():
+def test_guards_implied_by_ranges_or_facts_are_not_returned():
     nodes = [method("narrow", "%0", 0, 0, 5), method("sin", "%1")]
     compiler = get_adaptor("inductor_standalone")
     for piece in (
@@ -188,25 +188,25 @@ def test_a_guard_that_range_or_facts_imply_is_not_returned():
         assert compiler.compile(piece, options={}).guards == ()
 
 
-def test_a_piece_that_serves_one_size_only_is_refused():
+def test_a_piece_that_serves_only_one_size_is_rejected():
     hint = choose_hints(graph([X], [], ["%0"]))["s0"]
     piece = graph([X], [method("view", "%0", hint, 2, 4), method("sin", "%1")], ["%2"])
     with pytest.raises(CompileError, match=f"fixed the size s0 to {hint}"):
         get_adaptor("inductor_standalone").compile(piece, options={})
 
 
-def test_a_write_to_one_of_several_that_share_is_refused():
+def test_a_write_to_an_input_with_shared_storage_is_rejected():
     piece = graph([X, X], [method("add_", "%0", 1), call("torch.mul", "%0", "%1")], ["%3"], aliases=[(0, 1)])
     with pytest.raises(CompileError, match="shares its storage"):
         get_adaptor("inductor_standalone").compile(piece, options={})
 
 
-def test_an_output_that_is_no_tensor_is_refused():
-    with pytest.raises(CompileError, match="no tensor"):
+def test_an_output_that_is_not_a_tensor_is_rejected():
+    with pytest.raises(CompileError, match="is not a tensor"):
         rebuild(graph([X], [size("%0", 0)], ["%1"]))
 
 
-def test_compiling_leaves_torch_as_it_was():
+def test_a_compile_restores_the_state_of_torch():
     get_adaptor("inductor_standalone").compile(CASES["only views"].piece, options={"epilogue_fusion": False})
     assert changed_inductor_settings() == {}
     assert torch.compiler.config.cache_key_tag == ""
@@ -215,7 +215,7 @@ def test_compiling_leaves_torch_as_it_was():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_failure_inside_autocast_leaves_torch_as_it_was():
+def test_a_failure_inside_autocast_restores_autocast():
     piece = graph(
         [X, W],
         [
@@ -242,10 +242,10 @@ def test_a_failure_inside_autocast_leaves_torch_as_it_was():
         ((("s0", 2, None),), ("s0 % 12345 == 1",)),
     ],
 )
-def test_example_sizes_fit_ranges_and_facts(symbols, facts):
+def test_example_sizes_satisfy_ranges_and_facts(symbols, facts):
     piece = graph([tensor(*[name for name, _, _ in symbols])], [], ["%0"], symbols=symbols, facts=facts)
     if "12345" in str(facts):
-        with pytest.raises(CompileError, match=r"no example sizes .* Narrow the dynamic dimensions"):
+        with pytest.raises(CompileError, match=r"No example sizes .* Narrow the dynamic dimensions"):
             choose_hints(piece)
         return
     hints = choose_hints(piece)

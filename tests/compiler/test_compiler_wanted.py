@@ -119,7 +119,7 @@ def test_the_shapes_of_each_variant(plan, fields, expected):
     assert shapes(plan, **fields) == expected
 
 
-def test_a_size_that_is_a_variant_is_tuned_there():
+def test_a_compile_size_that_equals_a_variant_tunes_it():
     work = wanted(ONE, CompilationConfig(compile_sizes=[1, 8]))
     assert [(shape_text(w.shape), w.tuned) for w in work if w.piece_index == 0] == [
         ("general", False),
@@ -129,23 +129,23 @@ def test_a_size_that_is_a_variant_is_tuned_there():
 
 
 MEANINGLESS = [
-    (NONE, {"compile_sizes": [8]}, r"no dynamic dimension, so the compile size 8 has no meaning"),
-    (NONE, {"compile_ranges": [[2, 8]]}, r"compile_ranges speaks of sizes, and this model has no dynamic dimension"),
+    (NONE, {"compile_sizes": [8]}, r"no dynamic dimension, so the compile size 8 cannot apply"),
+    (NONE, {"compile_ranges": [[2, 8]]}, r"compile_ranges needs a dynamic dimension, and this model has none"),
     (NONE, {"compile_sizes": [{"n": 8}]}, r"names the dimension 'n'; this model's dynamic dimensions are: none"),
     (ONE, {"compile_sizes": [{"m": 8}]}, r"names the dimension 'm'; this model's dynamic dimensions are: n\."),
     (ONE, {"compile_sizes": [8], "size_dim": "m"}, r"size_dim is 'm'; this model's dynamic dimensions are: n\."),
     (TWO, {"compile_sizes": [8]}, r"2 dynamic dimensions \(batch, seq\).*compile size 8.*size_dim.*\"batch\": 8"),
-    (TWO, {"compile_ranges": [[2, 8]]}, r"2 dynamic dimensions .*the range \[2, 8\] does not say which"),
+    (TWO, {"compile_ranges": [[2, 8]]}, r"2 dynamic dimensions .*the range \[2, 8\] is ambiguous"),
     (TWO, {"compile_sizes": [8], "size_dim": "n"}, r"size_dim is 'n'; this model's dynamic dimensions are: batch, seq"),
-    (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [2]}, r"No variant of this model takes n=2"),
-    (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [65]}, r"No variant of this model takes n=65"),
-    (plan_of(["n"], {}), {"compile_sizes": [1]}, r"No variant of this model takes n=1"),
-    (plan_of(["n"], {}, n=(4, 64)), {"compile_ranges": [[65, 128]]}, r"takes n=65-128: it is outside of what"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [2]}, r"No variant of this model accepts n=2"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [65]}, r"No variant of this model accepts n=65"),
+    (plan_of(["n"], {}), {"compile_sizes": [1]}, r"No variant of this model accepts n=1"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_ranges": [[65, 128]]}, r"accepts n=65-128: `dynamic` or the model's code excludes it"),
 ]
 
 
 @pytest.mark.parametrize(("plan", "fields", "words"), MEANINGLESS)
-def test_what_has_no_meaning_is_a_sentence(plan, fields, words):
+def test_sizes_and_ranges_that_do_not_apply_are_errors(plan, fields, words):
     with pytest.raises(UsageError, match=words):
         wanted(plan, CompilationConfig(adaptor="eager", **fields))
 
@@ -154,7 +154,7 @@ def rows(plan, *fallbacks, **fields):
     return wanted(plan, CompilationConfig(**fields), fallbacks)
 
 
-def test_each_compiled_piece_of_each_variant_and_shape_is_wanted_once():
+def test_every_compiled_piece_of_every_variant_and_shape_is_needed_once():
     work = rows(ONE, compile_sizes=[8])
     assert [(w.variant, w.piece_index, shape_text(w.shape)) for w in work] == [
         (0, 0, "general"),
@@ -169,7 +169,7 @@ def test_each_compiled_piece_of_each_variant_and_shape_is_wanted_once():
     assert [w.tuned for w in work] == [False, False, True, True, False, False]
 
 
-def test_graphs_are_made_for_their_shapes():
+def test_graphs_are_specialized_to_their_shapes():
     work = {shape_text(w.shape): w.graph for w in rows(ONE, compile_sizes=[8], compile_ranges=[[2, 16]])}
     assert work["general"].symbols == (SymbolRange(name="s0", min=2, max=None),)
     assert work["n=8"].symbols == ()
@@ -178,7 +178,7 @@ def test_graphs_are_made_for_their_shapes():
     assert work["n=1"].inputs[0].shape == (1, 4)
 
 
-def test_a_piece_that_runs_as_it_stands_is_wanted_once_for_all_sizes():
+def test_an_eager_piece_needs_one_artifact_for_all_sizes():
     fallback = Fallback(variant=0, piece_index=2, shape={}, adaptor="eager", reason="it draws random numbers")
     work = rows(ONE, fallback, compile_sizes=[1, 8], compile_ranges=[[2, 16]])
     found = [(shape_text(w.shape), w.adaptor, w.tuned) for w in work if (w.variant, w.piece_index) == (0, 2)]
@@ -186,7 +186,7 @@ def test_a_piece_that_runs_as_it_stands_is_wanted_once_for_all_sizes():
     assert {w.adaptor for w in work if (w.variant, w.piece_index) != (0, 2)} == {"aot_inductor"}
 
 
-def test_what_fell_back_at_one_size_is_wanted_of_that_adaptor_there():
+def test_a_fallback_at_one_size_uses_its_adaptor_only_there():
     fallback = Fallback(
         variant=0, piece_index=2, shape=of_sizes({"n": 8}), adaptor="inductor_standalone", reason="no kernel"
     )
@@ -195,7 +195,7 @@ def test_what_fell_back_at_one_size_is_wanted_of_that_adaptor_there():
     assert set(found.values()) == {"aot_inductor"}
 
 
-def test_a_size_more_wants_that_size_more():
+def test_a_further_size_adds_only_that_size():
     before = {(w.variant, w.piece_index, shape_text(w.shape)) for w in rows(TWO, compile_sizes=[{"seq": 8}])}
     after = {
         (w.variant, w.piece_index, shape_text(w.shape)) for w in rows(TWO, compile_sizes=[{"seq": 8}, {"batch": 4}])

@@ -45,50 +45,50 @@ def test_an_error_names_the_op_at_fault(text, op):
         ("aten::mm", set()),
     ],
 )
-def test_calls_are_found_by_what_they_come_to(op, found):
-    assert fitness.fitness_of(GROUPED).calling(op) == found
+def test_calls_are_found_by_the_ops_they_decompose_into(op, found):
+    assert fitness.fitness_of(GROUPED).calls_to(op) == found
 
 
-def test_what_draws_random_numbers_is_found_by_what_it_comes_to():
+def test_ops_that_draw_random_numbers_are_split_out():
     calls = [
         call("torch.nn.functional.dropout", "%0", {"f": "0.5"}, training=True),
         call("torch.nn.functional.dropout1d", "%1", training=False),
         call("torch.rand_like", "%2"),
     ]
     found = fitness.fitness_of(graph([X], calls, ["%3"]))
-    assert found.as_it_stands is None
-    assert found.apart.keys() == {("function", "torch.nn.functional.dropout"), ("function", "torch.rand_like")}
+    assert found.eager_reason is None
+    assert found.split_out.keys() == {("function", "torch.nn.functional.dropout"), ("function", "torch.rand_like")}
 
 
-def test_a_pool_of_which_inductor_serves_one_size_alone_is_found_where_the_size_is_dynamic():
+def test_an_adaptive_pool_of_a_dynamic_size_is_split_out():
     calls = [call("torch.nn.functional.adaptive_avg_pool1d", "%0", 4), method("sum", "%1", 0)]
     for image, found in ((tensor(2, 3, "s0"), {("function", "torch.nn.functional.adaptive_avg_pool1d")}), (X, set())):
-        assert fitness.fitness_of(graph([image], calls, ["%2"])).apart.keys() == found
+        assert fitness.fitness_of(graph([image], calls, ["%2"])).split_out.keys() == found
 
 
-def test_a_kernel_of_torchs_own_needs_a_c_function(monkeypatch):
+def test_an_aten_op_needs_a_c_function(monkeypatch):
     assert fitness.fitness_of(GROUPED).without_code() == set()
     monkeypatch.setattr(fitness, "_has_shim", lambda name, device: name != "at::_grouped_mm")
     assert fitness.fitness_of(GROUPED).without_code() == {("function", "torch._grouped_mm")}
 
 
-def test_what_torch_declares_is_found_in_its_headers():
+def test_declared_c_functions_are_found_in_torchs_headers():
     assert fitness._has_shim("at::mm_out", "cpu")
     assert not fitness._has_shim("at::mm_in", "cpu")
 
 
-def test_a_schema_that_torch_reads_back_is_called_by_native_code():
+def test_an_op_with_a_supported_schema_is_callable():
     piece = graph([SQUARE], [call("torch.ops.cgtool_user.transposed", "%0")], ["%1"])
     assert fitness.fitness_of(piece).without_code() == set()
 
 
-def test_a_schema_that_torch_does_not_write_is_known_before_a_compile():
+def test_an_op_with_an_unsupported_schema_is_uncallable():
     op = "torch.ops.cgtool_refused.nested.default"
     piece = graph([SQUARE], [method("relu", "%0"), call(op, "%1", [[1], [3]])], ["%2"])
     assert fitness.fitness_of(piece).without_code() == {("function", op)}
 
 
-def test_a_piece_whose_output_no_compiler_would_lay_so_runs_as_it_stands():
+def test_a_piece_with_gaps_in_an_output_runs_eagerly():
     gaps = tensor("s0", 8, stride=(32, 2))
     found = fitness.fitness_of(graph([X], [call("torch.sin", "%0")], ["%1"], results=(gaps,)))
-    assert "which leave gaps" in found.as_it_stands
+    assert "which leave gaps" in found.eager_reason

@@ -57,7 +57,7 @@ def generated(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("generated/*/*") if path.is_file()}
 
 
-def test_what_a_compiler_wrote_is_kept_for_each_artifact_and_taken_over_by_other_ranks(cache_root, tmp_path):
+def test_generated_code_is_kept_per_artifact_and_copied_to_other_ranks(cache_root, tmp_path):
     layout = CacheLayout(root=cache_root)
     first, second = (warmed(cache_root, rank=rank) for rank in (0, 1))
     assert (first.compiled, second.compiled) == (1, 0)
@@ -69,7 +69,7 @@ def test_what_a_compiler_wrote_is_kept_for_each_artifact_and_taken_over_by_other
     assert name == f"backbone/generated/{row.artifact.digest[:16]}/wrapper.cpp"
 
 
-def test_it_is_dumped_by_entry_and_rank_on_a_hit_too(cache_root, tmp_path):
+def test_generated_code_is_dumped_on_a_miss_and_on_a_hit(cache_root, tmp_path):
     first = warmed(cache_root, dump=tmp_path / "miss")
     again = warmed(cache_root, dump=tmp_path / "hit")
     assert again.hit
@@ -83,7 +83,7 @@ def test_it_is_dumped_by_entry_and_rank_on_a_hit_too(cache_root, tmp_path):
         assert (folder / "transformed_code.py").is_file()
 
 
-def test_it_is_shown_by_inspect_and_no_matter_to_verify_and_export(cache_root, tmp_path):
+def test_inspect_shows_generated_code_and_verify_and_export_ignore_it(cache_root, tmp_path):
     result = warmed(cache_root)
     report = inspect_artifact(f"{result.hash[:12]}/0", cache_dir=cache_root)
     assert [(source.language, source.text) for source in report.contents.sources] == [("cpp", "// 1 nodes")]

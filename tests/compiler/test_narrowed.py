@@ -177,7 +177,7 @@ def warmed(model, root, *sizes, dynamic=None):
         (checked, None, "n serves 1 to 99 because of `torch._check(x.shape[0] < 100)`"),
     ],
 )
-def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said):
+def test_a_narrowed_range_is_noted_with_its_line(cache_root, model, dynamic, said):
     size = 8 if model is groups else 6
     notes = warmed(made(model), cache_root, size, dynamic=dynamic).notes
     assert any(said in note for note in notes), notes
@@ -197,18 +197,17 @@ def test_what_is_narrower_is_said_with_its_line(cache_root, model, dynamic, said
         (square, {0: ("n", 1, 8)}),
     ],
 )
-def test_nothing_is_said_where_nothing_narrowed(cache_root, model, dynamic):
+def test_there_is_no_note_if_nothing_is_narrowed(cache_root, model, dynamic):
     assert warmed(made(model), cache_root, dynamic=dynamic).notes == ()
 
 
-def test_a_second_example_widens_and_the_note_says_so(cache_root):
+def test_a_second_example_widens_the_range_as_the_note_advises(cache_root):
     (note,) = warmed(made(branch), cache_root).notes
-    assert "Require what must be served besides (--require, ModelSpec.require)" in note
-    assert "give an example of it (ModelSpec.calls): further variants serve it then" in note
+    assert "require them (--require, ModelSpec.require) or add an example call of such a size (ModelSpec.calls)" in note
     assert warmed(made(branch), cache_root, 6, 20).notes == ()
 
 
-def test_a_size_at_which_the_model_does_not_run_is_left_out_and_the_others_are_served(cache_root):
+def test_a_size_at_which_the_model_does_not_run_is_left_out(cache_root):
     model = Convolution()
     notes = warmed(model, cache_root).notes
     assert any(note.startswith("No variant serves n = 1, at which the model itself does not run: ") for note in notes)
@@ -222,6 +221,6 @@ def test_a_size_at_which_the_model_does_not_run_is_left_out_and_the_others_are_s
             loaded(torch.rand(1, 4))
 
 
-def test_a_model_that_runs_at_no_size_is_an_error(cache_root):
+def test_a_model_that_does_not_run_at_any_size_is_an_error(cache_root):
     with pytest.raises(CgtoolError, match="Kernel size"):
         warmed(Convolution(), cache_root, dynamic={0: ("n", 1, 4)})

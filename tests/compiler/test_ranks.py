@@ -60,7 +60,7 @@ class HookedStore:
         return found
 
 
-def test_all_ranks_hear_what_each_says(store):
+def test_ranks_exchange_messages(store):
     def say(rank):
         with Ranks(store, rank, 3) as ranks:
             words = ranks.meet("sizes", f"{rank}\n{rank}")
@@ -69,7 +69,7 @@ def test_all_ranks_hear_what_each_says(store):
     assert came_of(*(lambda rank=rank: say(rank) for rank in range(3))) == [(["0\n0", "1\n1", "2\n2"], True, False)] * 3
 
 
-def test_a_rank_that_comes_and_leaves_while_another_looks_has_come(store):
+def test_a_rank_that_comes_and_leaves_during_a_poll_counts(store):
     def come_and_leave():
         with Ranks(store, 1, 2) as other:
             assert other.agree("last", yes=True)
@@ -78,10 +78,10 @@ def test_a_rank_that_comes_and_leaves_while_another_looks_has_come(store):
         assert ranks.agree("last", yes=True)
 
 
-def test_ranks_that_are_at_different_things_both_learn_it_and_whoever_insists_is_met_later(store):
+def test_ranks_in_different_meetings_learn_it_and_meet_later(store):
     def prove(ranks):
         with pytest.raises(
-            RankAbsentError, match=r"rank 1 is at something else \('the report'; rank 0 is at 'calls'\)"
+            RankAbsentError, match=r"rank 1 is in another step \('the report'; rank 0 is in 'calls'\)"
         ):
             ranks.meet("calls", "y")
         return ranks.meet("the report", "zero", insists=True)
@@ -94,11 +94,11 @@ def test_ranks_that_are_at_different_things_both_learn_it_and_whoever_insists_is
 @pytest.mark.parametrize(
     ("error", "kind", "words", "code"),
     [
-        (None, RankAbsentError, "rank 1 was done before", 1),
+        (None, RankAbsentError, "rank 1 has finished already", 1),
         (Failed("no weights in \udcff"), RankLostError, r"Rank 1 failed: no weights in \\udcff", 3),
     ],
 )
-def test_a_rank_that_left_is_not_waited_for(store, error, kind, words, code):
+def test_a_rank_that_left_is_not_awaited(store, error, kind, words, code):
     def leave():
         with Ranks(store, 1, 2):
             if error is not None:
@@ -111,9 +111,9 @@ def test_a_rank_that_left_is_not_waited_for(store, error, kind, words, code):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_meeting_that_one_rank_gave_up_is_off_for_the_one_that_comes_late(store):
+def test_a_meeting_that_was_called_off_is_off_for_a_late_rank(store):
     late = Ranks(store, 1, 2)  # which says nothing until the other one has given up
-    gave_up = r"Rank 1 has said nothing for 1 s: it died, or has not begun to warm yet"
+    gave_up = r"Rank 1 has been silent for 1 s: it died, or has not started to warm"
     with Ranks(store, 0, 2) as first, pytest.raises(RankLostError, match=gave_up):
         first.meet("calls", "y")
     with pytest.raises(RankLostError, match=gave_up):
@@ -121,13 +121,13 @@ def test_a_meeting_that_one_rank_gave_up_is_off_for_the_one_that_comes_late(stor
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_store_that_never_answers_is_given_up(store):
+def test_a_store_that_never_answers_is_an_error(store):
     over = threading.Event()
     stopped = HookedStore(store, "said/0/1", over.wait)
     try:
         with (
             Ranks(stopped, 0, 2) as ranks,
-            pytest.raises(RankLostError, match="their store has said nothing for 1 s"),
+            pytest.raises(RankLostError, match="their store has been silent for 1 s"),
         ):
             ranks.meet("calls", "y")
     finally:

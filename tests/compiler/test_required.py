@@ -88,7 +88,7 @@ def compare(model, root, shapes):
     ],
     ids=["a branch and a rest", "a convolution", "two dimensions"],
 )
-def test_every_size_that_is_required_is_served(cache_root, model, require, dynamic, shapes, variants):  # noqa: PLR0917
+def test_every_required_size_is_served(cache_root, model, require, dynamic, shapes, variants):  # noqa: PLR0917
     model = model().eval()
     result = warm(spec(model, require, dynamic=dynamic), config=EAGER, cache_dir=cache_root)
     assert len(result.manifest.variants) == variants
@@ -97,7 +97,7 @@ def test_every_size_that_is_required_is_served(cache_root, model, require, dynam
     assert again.hit
 
 
-def test_an_entry_that_serves_less_is_traced_again_and_one_that_serves_more_is_a_hit(cache_root):
+def test_an_entry_that_serves_less_is_a_miss_and_one_that_serves_more_a_hit(cache_root):
     model = Branch().eval()
     first = warm(spec(model, {}), config=EAGER, cache_dir=cache_root)
     assert any("--require" in note for note in first.notes)
@@ -114,7 +114,7 @@ def test_an_entry_that_serves_less_is_traced_again_and_one_that_serves_more_is_a
     compare(model, cache_root, [(n, 2) for n in range(1, 12)])
 
 
-def test_sizes_that_the_model_itself_cannot_run_are_named_once_and_a_check_says_no(cache_root):
+def test_required_sizes_that_the_model_cannot_run_are_noted_and_fail_a_check(cache_root):
     model = Conv().eval()
     wanted = spec(model, {"n": (1, 64)})
     result = warm(wanted, config=EAGER, cache_dir=cache_root)
@@ -126,11 +126,11 @@ def test_sizes_that_the_model_itself_cannot_run_are_named_once_and_a_check_says_
     compare(model, cache_root, [(3, 2), (64, 2)])
 
 
-def test_where_too_many_sizes_are_programs_of_their_own_there_is_an_end(cache_root):
+def test_tracing_stops_if_too_many_sizes_need_their_own_variant(cache_root):
     model = Steps().eval()
     result = warm(spec(model, {"n": (1, 100)}), config=EAGER, cache_dir=cache_root)
-    (said,) = (note for note in result.notes if note.startswith("Nothing further was traced from n = "))
-    last = int(said.split(" on:")[0].split()[-1]) - 1
+    (note,) = (note for note in result.notes if note.startswith("Tracing stopped at n = "))
+    last = int(note.partition(":")[0].split()[-1]) - 1
     compare(model, cache_root, [(n, 2) for n in range(1, last + 1)])
     with pytest.raises(GuardError):
         compare(model, cache_root, [(last + 1, 2)])
@@ -139,18 +139,18 @@ def test_where_too_many_sizes_are_programs_of_their_own_there_is_an_end(cache_ro
 @pytest.mark.parametrize(
     ("require", "message"),
     [
-        ({"m": (1, 8)}, "m is required and is no dynamic dimension of this model"),
-        ({"n": (8, 1)}, "n is required from 8 to 1 and is declared as 1 to any"),
-        ({"n": (0, 1)}, "n is required from 0 to 1 and is declared as 1 to any"),
+        ({"m": (1, 8)}, "m is required but is not a dynamic dimension of this model"),
+        ({"n": (8, 1)}, "n is required from 8 to 1 but is declared as 1 to any"),
+        ({"n": (0, 1)}, "n is required from 0 to 1 but is declared as 1 to any"),
     ],
 )
-def test_what_cannot_be_required_is_refused(cache_root, require, message):
+def test_invalid_required_sizes_are_errors(cache_root, require, message):
     with pytest.raises(UsageError, match=message):
         warm(spec(Branch(), require), config=EAGER, cache_dir=cache_root)
     assert not list(Path(cache_root).rglob("manifest.json"))
 
 
-def test_of_very_many_sizes_the_small_ones_and_the_ends_are_looked_at():
+def test_of_very_many_sizes_only_small_ones_and_the_ends_are_checked():
     points = [point["n"] for point in required_sizes({"n": (1, 10**9)}, {"n": 4}, ())]
     assert points == [*range(1, 257), 10**9]
     assert list(required_sizes({"n": (7, 8)}, {"n": 4, "m": 3}, ())) == [{"n": 7, "m": 3}, {"n": 8, "m": 3}]
@@ -159,13 +159,13 @@ def test_of_very_many_sizes_the_small_ones_and_the_ends_are_looked_at():
 BOTH = {0: "n", 1: "m"}
 
 
-def test_a_dimension_that_the_models_code_fixes_is_served_at_that_size_where_the_model_says_so(cache_root):
+def test_static_where_fixed_makes_a_fixed_dimension_static(cache_root):
     model = Fixed().eval()
     given = spec(model, {}, columns=3, dynamic=BOTH, static_where_fixed=True)
     result = warm(given, config=EAGER, cache_dir=cache_root)
     (said,) = (note for note in result.notes if note.startswith("n serves"))
     because = r"`return x\.sum\(1\) \+ torch\.arange\(4\.0\)` \(test_required\.py:\d+\)\."
-    assert re.fullmatch(rf"n serves 4 only, the example's size, because of {because}", said)
+    assert re.fullmatch(rf"n serves only 4, the example's size, because of {because}", said)
     compare(model, cache_root, [(4, 1), (4, 2), (4, 9)])
     with pytest.raises(GuardError):
         cgtool.load(model, cache_dir=cache_root)(torch.rand(5, 3))
@@ -173,6 +173,6 @@ def test_a_dimension_that_the_models_code_fixes_is_served_at_that_size_where_the
 
 
 @pytest.mark.parametrize(("more", "require"), [({}, {}), ({"static_where_fixed": True}, {"n": (2, 8)})])
-def test_a_dimension_that_is_fixed_ends_the_warm_where_more_is_wanted_of_it(cache_root, more, require):
+def test_a_fixed_dimension_is_an_error_otherwise(cache_root, more, require):
     with pytest.raises(TraceError, match=r"x, dimension 0, is always 4 in this model because of"):
         warm(spec(Fixed(), require, columns=3, dynamic=BOTH, **more), config=EAGER, cache_dir=cache_root)

@@ -115,7 +115,7 @@ def test_this_process_starts_with_the_variant_that_is_autotuned(tmp_path, patien
     assert [(event.done, event.total) for event in traced] == [(1, 2), (2, 2)]
 
 
-def test_a_variant_that_the_model_cannot_run_is_left_out_with_its_note(tmp_path, patient):
+def test_children_leave_out_a_variant_that_the_model_cannot_run(tmp_path, patient):
     alone, _ = warmed(f"{MODELS}:convolved", tmp_path / "alone", jobs=1)
     beside, _ = warmed(f"{MODELS}:convolved", tmp_path / "beside", jobs=4)
     assert any("No variant serves length = 1" in note for note in alone.notes)
@@ -123,32 +123,32 @@ def test_a_variant_that_the_model_cannot_run_is_left_out_with_its_note(tmp_path,
     assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
 
 
-def test_a_dimension_that_the_code_fixes_is_static_for_all_variants(tmp_path, patient):
+def test_a_fixed_dimension_is_static_for_all_variants(tmp_path, patient):
     alone, _ = warmed(f"{MODELS}:fixed", tmp_path / "alone", jobs=1)
     beside, _ = warmed(f"{MODELS}:fixed", tmp_path / "beside", jobs=4)
-    assert "width serves 4 only" in alone.notes[0]
+    assert "width serves only 4" in alone.notes[0]
     assert beside.notes == alone.notes
     assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
 
 
-def test_an_error_in_a_child_is_the_error_of_the_warm(tmp_path, patient):
+def test_an_error_in_a_child_is_raised_by_the_warm(tmp_path, patient):
     with pytest.raises(GraphBreakError, match="graph_break"):
         warmed(f"{MODELS}:broken", tmp_path / "cache")
 
 
-def test_what_a_child_that_died_was_to_trace_is_traced_here(tmp_path, patient):
+def test_the_variant_of_a_dead_child_is_traced_here(tmp_path, patient):
     report, traces = warmed(f"{MODELS}:dying", tmp_path / "cache", parent=os.getpid())
     assert traces == 2
     assert report.compiled
 
 
-def test_nobody_waits_for_a_child_that_has_not_built_the_model(tmp_path):
+def test_the_warm_does_not_wait_for_a_child_that_has_not_built_the_model(tmp_path):
     _, traces = warmed(f"{MODELS}:hanging", tmp_path / "cache", parent=os.getpid())
     assert traces >= 2
     assert not tracers()
 
 
-def test_children_end_where_the_warm_is_interrupted(tmp_path):
+def test_children_end_when_the_warm_is_interrupted(tmp_path):
     def interrupt(event):
         if event.phase == "trace":
             wait_until(tracers)
@@ -159,7 +159,7 @@ def test_children_end_where_the_warm_is_interrupted(tmp_path):
     assert not tracers()
 
 
-def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(tmp_path):
+def test_children_build_the_model_early_if_the_cache_is_empty(tmp_path):
     def found_as_it_is_built(look, **factory_args):
         found = []
 
@@ -174,7 +174,7 @@ def test_children_build_the_model_beside_this_process_where_the_cache_is_empty(t
     assert not any(found_as_it_is_built(tracers, width=8))
 
 
-def test_where_no_child_can_be_started_this_process_traces(tmp_path, monkeypatch):
+def test_this_process_traces_if_no_child_can_be_started(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -184,7 +184,7 @@ def test_where_no_child_can_be_started_this_process_traces(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("jobs", "before"), [(1, 1), (4, 0)], ids=["traced-here", "in-a-child"])
-def test_what_is_traced_compiles_while_the_rest_is_traced(tmp_path, worded_here, forked_children, jobs, before):
+def test_traced_variants_compile_while_others_are_traced(tmp_path, worded_here, forked_children, jobs, before):
     root, stored = tmp_path / "cache", []
 
     def wait(event):

@@ -34,7 +34,7 @@ WORDS = {
 }
 
 
-def test_what_kills_a_worker_fails_its_unit_alone_and_all_failures_are_named(cache_root):
+def test_units_that_kill_their_worker_fail_alone(cache_root):
     numbers = [hostile.number_of(deed) for deed in WORDS]
     good = [0, 50]
     with pytest.raises(UnitsFailedError) as caught:
@@ -49,7 +49,7 @@ def test_what_kills_a_worker_fails_its_unit_alone_and_all_failures_are_named(cac
     assert not is_alive(child)
 
 
-def test_one_failure_is_its_own_error_and_the_next_run_takes_the_rest_as_it_is(cache_root):
+def test_after_one_failure_the_next_run_reuses_the_rest(cache_root):
     with pytest.raises(UnitsFailedError, match=r"(?s)piece 1 \(general\): .*crashed with SIGSEGV.*ends with") as caught:
         compile_all(hostile.work_of(0, hostile.number_of(hostile.segfault)), cache_root)
     assert isinstance(caught.value.__cause__, WorkerError)
@@ -58,14 +58,14 @@ def test_one_failure_is_its_own_error_and_the_next_run_takes_the_rest_as_it_is(c
     assert (again.compiled, len(again.rows)) == (1, 2)
 
 
-def test_a_worker_that_hears_no_signal_is_ended_all_the_same(cache_root):
+def test_a_worker_that_ignores_signals_is_ended(cache_root):
     started = time.monotonic()
     with pytest.raises(UnitsFailedError, match="took longer than 1 s"):
         compile_all(hostile.work_of(hostile.number_of(hostile.hang_deaf)), cache_root, timeout_secs=1)
     assert time.monotonic() - started < 60
 
 
-def test_a_refusal_is_no_failure_the_piece_runs_as_it_stands(cache_root):
+def test_a_rejected_piece_runs_eagerly(cache_root):
     number = hostile.number_of(hostile.refuse)
     done = compile_all(hostile.work_of(0, number), cache_root)
     assert [(row.piece_index, row.adaptor) for row in done.rows] == [(0, "hostile"), (1, "eager")]
@@ -82,14 +82,14 @@ def temporary_files(small_disk, monkeypatch):
     return small_disk
 
 
-def test_a_full_disk_fails_the_unit_that_found_it_full(fresh_children, temporary_files, cache_root):
-    with pytest.raises(UnitsFailedError, match=r"piece 1 \(general\): the disk is full\. Free some space"):
+def test_a_full_disk_fails_the_unit_that_fills_it(fresh_children, temporary_files, cache_root):
+    with pytest.raises(UnitsFailedError, match=r"piece 1 \(general\): the disk is full\. Free space"):
         compile_all(hostile.work_of(0, hostile.FILL, 50), cache_root, own=1)
     assert stored_units(cache_root) == 2
     assert list(temporary_files.iterdir()) == []
 
 
-def test_settings_of_this_process_hold_in_the_worker(cache_root):
+def test_workers_apply_the_settings_of_this_process(cache_root):
     import torch._inductor.config as inductor_config
 
     before = torch.get_float32_matmul_precision()
@@ -120,7 +120,7 @@ class Crashing:
         raise WorkerError("its worker crashed")
 
 
-def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
+def test_an_error_in_on_event_ends_the_run():
     work = hostile.work_of(0, adaptor="aot_inductor")
     pool = SimpleNamespace(jobs=1, start=lambda _count: None)
     raised: list[BaseException] = []
@@ -142,7 +142,7 @@ def test_a_progress_that_cannot_be_told_ends_the_run_and_does_not_hang_it():
     assert len(raised) == 1
 
 
-def test_a_pool_without_room_for_temporary_files_says_so(tmp_path, monkeypatch):
+def test_a_pool_without_a_temporary_folder_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(WorkerError, match="TMPDIR"):
         WorkerPool(jobs=1)

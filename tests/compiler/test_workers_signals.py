@@ -39,7 +39,7 @@ def warming(tmp_path, cache_root, worded_site):
         pytest.param(signal.SIGKILL, -9, id="SIGKILL"),
     ],
 )
-def test_no_process_outlives_a_warm_that_was_ended(warming, tmp_path, cache_root, signum, code):
+def test_no_process_outlives_a_killed_warm(warming, tmp_path, cache_root, signum, code):
     compilers = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     workers = workers_of(compilers)
     assert len(compilers) == len(workers) == 2

@@ -54,10 +54,10 @@ def request_of(number, **changes):
     return CompileRequest(**{**fields, **changes})
 
 
-def test_a_worker_does_what_it_can_and_refuses_what_is_for_another_compiler_or_process():
+def test_a_worker_compiles_refuses_and_rejects():
     pool = shared_pool()
     data, artifact, _ = pool.compile(request_of(0))
-    with pytest.raises(StaysHereError, match="the compiler, its settings or the target here are not those"):
+    with pytest.raises(StaysHereError, match="the compiler, its settings or the target differ"):
         pool.compile(request_of(0, compiler="0" * 64))
     with pytest.raises(StaysHereError, match="no_such_module"):
         pool.compile(request_of(0, imports=(Provider(module="no_such_module"),)))
@@ -68,7 +68,7 @@ def test_a_worker_does_what_it_can_and_refuses_what_is_for_another_compiler_or_p
     assert artifact == Artifact.of(data, kind=artifact.kind, compile_secs=artifact.compile_secs)
 
 
-def test_a_file_that_may_not_grow_so_large_is_no_refusal_of_the_piece(fresh_children):
+def test_a_file_size_limit_is_not_a_rejection_of_the_piece(fresh_children):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
@@ -84,7 +84,7 @@ def another_hash(self, options, *, max_autotune=False):
     return "0" * 64
 
 
-def test_what_workers_refuse_is_compiled_in_this_process(cache_root, tmp_path, monkeypatch):
+def test_a_refused_piece_is_compiled_in_this_process(cache_root, tmp_path, monkeypatch):
     monkeypatch.setattr(hostile.Hostile, "compute_hash", another_hash)
     log = tmp_path / "log"
     done = compile_all(hostile.work_of(0, 50), cache_root, options={"log": str(log)})
@@ -106,7 +106,7 @@ class Opening(list):
             self.gate.touch()
 
 
-def test_workers_compile_two_units_at_a_time_and_this_process_none(cache_root, tmp_path):
+def test_workers_compile_two_units_at_a_time(cache_root, tmp_path):
     log, gate = tmp_path / "log", tmp_path / "gate"
     events = Opening(gate)
     options = {"log": str(log), "gate": str(gate)}
@@ -123,7 +123,7 @@ _LIBRARY.define("known(Tensor x) -> Tensor")
 torch.library.register_fake("cgtool_workers::known", torch.empty_like, lib=_LIBRARY)
 
 
-def test_the_module_that_registers_an_op_is_found_and_one_of_this_process_alone_stays_here(monkeypatch):
+def test_the_module_that_registers_an_op_is_found(monkeypatch):
     eager = get_adaptor("eager")  # cgtool's own, which needs no import
     (found,) = imports_for(["cgtool_workers::known.default"], eager)
     assert found.module == __name__
@@ -131,12 +131,12 @@ def test_the_module_that_registers_an_op_is_found_and_one_of_this_process_alone_
     with pytest.raises(StaysHereError, match="no module is known to register the op aten::no_such"):
         imports_for(["aten::no_such"], eager)
     monkeypatch.setattr(hostile.Hostile, "__module__", "__main__")
-    with pytest.raises(StaysHereError, match="the module __main__ exists in this process only"):
+    with pytest.raises(StaysHereError, match="the module __main__ exists only in this process"):
         imports_for([], get_adaptor(hostile.NAME))
 
 
 @pytest.mark.parametrize("backend", [torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
-def test_a_worker_takes_over_the_precision_of_each_backend(backend):
+def test_the_precision_of_each_backend_can_be_applied(backend):
     before, was = torch_settings(), backend.fp32_precision
     backend.fp32_precision = "tf32"
     try:
@@ -150,7 +150,7 @@ def test_a_worker_takes_over_the_precision_of_each_backend(backend):
     assert torch_settings() == before
 
 
-def test_a_setting_that_no_file_can_hold_keeps_units_here():
+def test_a_setting_that_is_not_json_keeps_units_in_this_process():
     import torch._inductor.config as inductor_config
 
     with (
@@ -172,7 +172,7 @@ def test_a_setting_that_no_file_can_hold_keeps_units_here():
         (2, 64, None, "50000 100000", 1),
     ],
 )
-def test_as_many_workers_as_cores_and_memory_bear(tmp_path, monkeypatch, *, cores, free_gib, limit_gib, quota, jobs):
+def test_default_jobs_depend_on_cores_and_memory(tmp_path, monkeypatch, *, cores, free_gib, limit_gib, quota, jobs):
     group = tmp_path / "cgroup" / "a" / "b"
     group.mkdir(parents=True)
     (group / "cpu.max").write_text(quota)
@@ -189,7 +189,7 @@ def test_as_many_workers_as_cores_and_memory_bear(tmp_path, monkeypatch, *, core
     assert limits.default_jobs() == jobs
 
 
-def test_what_is_no_single_units_fault_ends_the_warm_at_once(cache_root, monkeypatch):
+def test_an_error_of_the_cache_ends_the_warm_at_once(cache_root, monkeypatch):
     monkeypatch.setattr(UnitStore, "put", full_disk)
     begun = time.monotonic()
     with pytest.raises(CacheError, match="no room"):

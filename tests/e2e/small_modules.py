@@ -268,7 +268,7 @@ NOTED = {
     "a size that depends on data": "so they run between pieces: getitem (small_modules.py:",
     "a position in a buffer": "rows serves 2 to 32 because of `self.table[position : position + x.shape[0]] = x`",
     "adaptive pool of a dynamic length": "so they run between pieces: adaptive_avg_pool1d (small_modules.py",
-    "random numbers": "draw other random numbers than eager does, so they run between pieces: rand_like (small_modules",
+    "random numbers": "draw different random numbers from eager, so they run between pieces: rand_like (small_modules",
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
 

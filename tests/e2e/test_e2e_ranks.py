@@ -65,7 +65,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path):
     first, second = two_ranks(f"{MODEL}:build_where_one_dies", tmp_path)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
-    assert "Rank 1 has said nothing for 20 s: it died, it is stopped, or its machine is gone." in first.err
+    assert "Rank 1 has been silent for 20 s: it died, is stopped, or lost its machine." in first.err
 
 
 def test_one_process_fills_the_folders_of_all_ranks(tmp_path):

@@ -1,1 +1,1 @@
-"""The compilers that a piece can be given to, behind one interface."""
+"""The compilers of pieces, behind one interface."""

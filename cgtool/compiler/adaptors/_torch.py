@@ -1,7 +1,7 @@
-"""Every private torch name that adaptors touch. Read in torch 2.13.0, written for 2.11 and newer.
+"""The private torch names that adaptors use. Verified with torch 2.13.0, written for 2.11 and newer.
 
-Inductor is imported inside functions: it takes seconds, and the `eager` adaptor does without. What is patched of torch
-is as it was when the `with` block ends.
+Inductor is imported inside functions: it takes seconds, and the `eager` adaptor does not need it. Patches of torch last
+as long as a `with` block.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from cgtool.compiler._torch import inductor_options
 from cgtool.graph.targets import PYTHON_FUNCTIONS
 from cgtool.threads import ForkedLock
 
-#: What every compile needs, whatever the user's settings: results that can be saved, from this machine alone.
+#: Overrides of the user's settings for every compile: results can be saved, and come from this machine only.
 _CACHING = {
     "fx_graph_cache": True,
     "fx_graph_remote_cache": False,
     "autotune_remote_cache": False,
     "bundled_autotune_remote_cache": False,
-    # what they do is decided by their arguments, which are part of the graph; torch's caches do not know that
+    # their results depend only on their arguments, which are part of the graph; torch's caches do not know that
     "unsafe_marked_cacheable_functions": dict.fromkeys(sorted(PYTHON_FUNCTIONS), "cgtool"),
 }
-#: Held while a class of Inductor's is patched.
-_writing = ForkedLock()
+#: Held while classes of Inductor are patched.
+_patching = ForkedLock()
 
 
 @contextlib.contextmanager
 def compiling(tag: str) -> Iterator[None]:
-    """Set up what every compile and every load through `compile_fx` runs under; no two tags share what torch caches."""
+    """Set torch up for a compile or a load through `compile_fx`; different tags share nothing in torch's caches."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
@@ -46,8 +46,8 @@ def compiling(tag: str) -> Iterator[None]:
     with (
         torch.no_grad(),
         compiler_config.patch(cache_key_tag=tag, force_disable_caches=False),
-        # where torch may choose between code for all sizes and faster code for some, it takes the one for all: else a
-        # piece would hold up to some size that follows from the example sizes, such as 8 * s0 <= 4096
+        # makes torch prefer code for all sizes to faster code for some sizes: else a piece would get a size limit that
+        # depends on the example sizes, such as 8 * s0 <= 4096
         shape_config.patch(backed_size_oblivious=True),
         inductor_config.patch(_CACHING),
         functorch_config.patch(
@@ -59,12 +59,12 @@ def compiling(tag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checks_that_raise() -> Iterator[None]:
-    """Have every check in generated C++ end a call with an exception.
+    """Make every failed check in generated C++ raise an exception in the caller.
 
-    Loops that check what they read are written for one thread: in OpenMP's, an error ends the process. Of ATen's
-    scatter, Inductor drops the error code, and what was never written would be the answer.
+    Loops with checks are generated for one thread, because an error in an OpenMP loop ends the process. For ATen's
+    scatter, Inductor ignores the error code, and the call would return memory that was never written.
 
-    One block runs at a time, and what is compiled elsewhere in this process meanwhile is written so, too.
+    Only one thread can be in this block at a time; other compiles of this process are affected meanwhile.
     """
     from torch._inductor import config
     from torch._inductor.codegen import cpp, cpp_wrapper_cpu
@@ -83,19 +83,19 @@ def checks_that_raise() -> Iterator[None]:
         with mock.patch.object(self, "writeline", write_checked):
             write_scatter(self, *args)
 
-    def noting(write_check: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(self: Any, *args: Any) -> Any:
+    def marking(write_check: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(self: Any, *args: Any) -> Any:
             self.may_raise = True
             return write_check(self, *args)
 
-        return noted
+        return marked
 
-    with _writing:
+    with _patching:
         write_loops = kernel.codegen_loops_impl
 
-        def written(self: Any, nest: Any, code: Any, sharing: Any) -> Any:
+        def write_loops_for_one_thread(self: Any, nest: Any, code: Any, sharing: Any) -> Any:
             fused = getattr(nest.kernel, "inner", [nest])
-            if not any(hasattr(body, "may_raise") for one in fused for body in one.kernel.kernels):
+            if not any(hasattr(body, "may_raise") for loops in fused for body in loops.kernel.kernels):
                 return write_loops(self, nest, code, sharing)
             sharing.close()
             with config.patch({"cpp.threads": 1, "cpp.dynamic_threads": False}):
@@ -104,9 +104,9 @@ def checks_that_raise() -> Iterator[None]:
         with (
             mock.patch.multiple(
                 kernel,
-                assert_function=property(noting(kernel.assert_function.fget)),  # asked for as a check is written
-                device_assert_async=noting(kernel.device_assert_async),
-                codegen_loops_impl=written,
+                assert_function=property(marking(kernel.assert_function.fget)),  # read whenever a check is generated
+                device_assert_async=marking(kernel.device_assert_async),
+                codegen_loops_impl=write_loops_for_one_thread,
             ),
             mock.patch.object(wrapper, "_generate_scatter_fallback", checked_scatter),
         ):
@@ -131,9 +131,9 @@ def standalone(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[s
 
 
 def forget_origin(artifact: Any) -> None:
-    """Blank what a standalone artifact says of this process: its environment in a repro script, its clock.
+    """Remove traces of this process from a standalone artifact: a repro script with its environment, and timings.
 
-    Nothing reads these when the artifact is loaded; they would carry variables and paths of this machine to others.
+    A load does not read them; they would leak variables and paths of this machine.
     """
     entry = artifact.inner_fn.compiled_fn.serialize()
     for name in ("forward_time_taken_ns", "backward_time_taken_ns"):
@@ -151,7 +151,7 @@ def load_standalone(path: str) -> Callable[..., Any]:
     """Open what `standalone(...).save(path=..., format="binary")` wrote.
 
     Raises:
-        AssertionError: It was written by another build of torch.
+        AssertionError: The artifact was written by a different build of torch.
     """
     from torch._inductor.standalone_compile import CompiledArtifact
 
@@ -159,7 +159,7 @@ def load_standalone(path: str) -> Callable[..., Any]:
 
 
 def has_torch_key(data: bytes) -> bool:
-    """Return whether a standalone artifact was written by this very build of torch."""
+    """Return whether a standalone artifact was written by this build of torch."""
     from torch._inductor.codecache import torch_key
     from torch.utils._appending_byte_serializer import BytesReader
 
@@ -171,7 +171,7 @@ def has_torch_key(data: bytes) -> bool:
 def run_compile_fx(
     module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], mode: FakeTensorMode
 ) -> tuple[Callable[..., Any], bytes | None]:
-    """Compile through `compile_fx` and return the callable, and what torch's caches gained as a mega-cache."""
+    """Compile through `compile_fx`; return the callable, and the new content of torch's caches as a mega-cache."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler._cache import CacheArtifactManager
@@ -191,7 +191,7 @@ def load_compile_fx(
     mode: FakeTensorMode,
     refuse: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Take the callable out of a mega-cache through `compile_fx`; `refuse` stands in for the compiler."""
+    """Load a callable from a mega-cache through `compile_fx`; `refuse` replaces the compiler."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler._cache import CacheArtifactManager
@@ -199,14 +199,14 @@ def load_compile_fx(
     with tracing(TracingContext(mode)), CacheArtifactManager.with_fresh_cache():
         torch.compiler.load_cache_artifacts(data)
         loaded: Any = compile_fx(module, list(inputs), inner_compile=refuse, config_patches=dict(patches))
-    return loaded  # type: ignore[no-any-return]  # only a compile ahead of time gives files instead
+    return loaded  # type: ignore[no-any-return]  # only ahead-of-time compiles return files
 
 
 def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], *, folder: str) -> list[str]:
-    """Compile through AOTInductor and return the paths of what it wrote into `folder`."""
+    """Compile through AOTInductor into `folder` and return the paths of the files."""
     from torch._inductor.compile_fx import compile_fx_aot
 
-    # torch notes the device and the target in the last one, which would stay set: its own dict, for this compile alone
+    # torch adds the device and the target to the metadata: pass a copy, so that they do not persist
     metadata = dict(inductor_options()["aot_inductor.metadata"])
     place = {"aot_inductor.package": True, "aot_inductor.output_path": folder, "aot_inductor.metadata": metadata}
     files: Any = compile_fx_aot(module, list(inputs), config_patches={**patches, **place})
@@ -214,7 +214,7 @@ def compile_aot(module: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[
 
 
 def bypass_errors() -> tuple[type[Exception], ...]:
-    """Return the errors with which torch's caches say that a graph cannot be saved."""
+    """Return the errors that torch's caches raise for graphs that they cannot save."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
     from torch._inductor.codecache import BypassFxGraphCache
 
@@ -222,7 +222,7 @@ def bypass_errors() -> tuple[type[Exception], ...]:
 
 
 def num_generated_kernels() -> int:
-    """Return how many kernels Inductor generated in this process so far."""
+    """Return how many kernels Inductor has generated in this process."""
     from torch._inductor import metrics
 
     return int(metrics.generated_kernel_count)

@@ -1,7 +1,7 @@
 """AOTInductor: one package of native code per piece, of kind "pt2", which torch's C++ loader opens without Inductor.
 
-Packages are built in one folder per piece whose name follows from the piece and its options alone, wiped before: paths
-enter native code, and so equal pieces give equal bytes. The sources stay out of the package.
+A package is built in an empty folder whose name depends only on the piece and its options. Paths enter native code, so
+this makes the bytes of equal pieces equal. Packages do not contain the generated sources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cgtool.store.lock import file_lock
 _KERNELS = (".cubin", ".fatbin", ".hsaco", ".spv")
 _NATIVE = ".wrapper.so"
 _SOURCES = frozenset({".cpp", ".cu", ".h", ".py"})
-#: How torch calls kinds of arguments of custom ops.
+#: torch's names for kinds of arguments of custom ops.
 _FLOATS = frozenset({"as_float", "as_floats"})
 _LISTS_LOST_EMPTY = frozenset({"as_ints", "as_sym_ints", "as_tensors", "as_optional_tensors"})
 
@@ -52,7 +52,7 @@ class AotInductorAdaptor(InductorBase):
         piece: RebuiltPiece,
         graph: PieceGraph,
         patches: Mapping[str, Json],
-        tag: str,  # noqa: ARG002 - nothing is looked up by it
+        tag: str,  # noqa: ARG002 - packages are not found by tag
     ) -> tuple[bytes, Mapping[str, str]]:
         outputs = _hold_back_views(piece, graph)
         metadata = {WRITTEN: json.dumps(sorted(piece.written))}
@@ -64,12 +64,12 @@ class AotInductorAdaptor(InductorBase):
             return pack(_package(files, embedded=embedded, metadata=metadata)), _sources(folder)
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
-        """Return the callable that a package holds."""
+        """Open a package."""
         return open_package(data, graph)
 
 
 def _package(files: list[str], *, embedded: bool, metadata: dict[str, str]) -> Package:
-    """Return what torch wrote as a package, without sources."""
+    """Return the files that torch wrote as a package, without sources."""
     paths = [Path(file) for file in files]
     native = [path for path in paths if path.name.endswith(_NATIVE)]
     if len(native) != 1:
@@ -78,7 +78,7 @@ def _package(files: list[str], *, embedded: bool, metadata: dict[str, str]) -> P
             actual=[path.name for path in paths],
         )
     stem = native[0].name.removesuffix(".so")
-    # torch does not list it in every version
+    # not every version of torch lists it
     extern = native[0].with_name(stem + ".json")
     if extern.exists():
         _check_extern(json.loads(extern.read_bytes()))
@@ -91,7 +91,7 @@ def _package(files: list[str], *, embedded: bool, metadata: dict[str, str]) -> P
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Return what torch wrote before it compiled, without the digests in the names of the files."""
+    """Return the generated sources by file name, without the digests in the names."""
     found: dict[str, str] = {}
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
         _, _, plain = path.name.partition(".")  # c<digest>.wrapper.cpp
@@ -101,9 +101,9 @@ def _sources(folder: Path) -> dict[str, str]:
 
 
 def _check_extern(calls: Json) -> None:
-    """Refuse calls of custom ops that torch writes and does not read back as they were.
+    """Reject calls of custom ops whose arguments torch does not read back as it wrote them.
 
-    Infinite and undefined numbers become text, and a list without numbers or tensors comes back as None.
+    Infinity and NaN become text, and an empty list of numbers or tensors becomes None.
     """
     for call in (entry["node"] for entry in calls["nodes"]):
         for given in call["inputs"]:
@@ -112,7 +112,7 @@ def _check_extern(calls: Json) -> None:
                 lost = kind in _LISTS_LOST_EMPTY and not numbers
                 if lost or (kind in _FLOATS and any(isinstance(number, str) for number in numbers)):
                     raise CompileError(
-                        f"AOTInductor cannot say {value} for the argument {given['name']} of {call['target']}; the "
+                        f"AOTInductor cannot store {value} for the argument {given['name']} of {call['target']}; the "
                         f"piece can run eagerly (adaptor 'eager')",
                         path=call["target"],
                         actual=value,
@@ -121,12 +121,12 @@ def _check_extern(calls: Json) -> None:
 
 @contextlib.contextmanager
 def _build_folder(name: str) -> Iterator[Path]:
-    """Yield an empty folder of this name that no other process builds in meanwhile; it is removed afterwards."""
+    """Yield an empty folder of this name, locked against other processes and removed afterwards."""
     parent = Path(tempfile.gettempdir()) / f"cgtool-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     found = parent.lstat()
     if found.st_uid != os.getuid() or parent.is_symlink() or found.st_mode & 0o022:
-        msg = f"{parent} belongs to another user or others may write to it. Remove it, or set TMPDIR to another folder."
+        msg = f"{parent} belongs to another user, or others can write to it. Remove it, or set TMPDIR elsewhere."
         raise CacheError(msg, path=parent)
     folder = parent / name[:32]
     with file_lock(parent / f"{name[:32]}.lock"):
@@ -139,40 +139,43 @@ def _build_folder(name: str) -> Iterator[Path]:
 
 
 def _hold_back_views(piece: RebuiltPiece, graph: PieceGraph) -> list[Json] | None:
-    """Change `piece` to give each memory once, and return how its outputs are made of that; None if as it gives them.
+    """Change `piece` to return each memory once, and return the recipe for its outputs; None if nothing changes.
 
-    Native code keeps values, and not that two tensors are one memory: a view of an input comes back as a copy where the
-    input was written to, or where the compiler has no such view. So an output that shares memory with an input, or with
-    another output, is left out, and the package says how to take it again, see `cgtool.runtime.aoti_package`.
+    Native code preserves values but not aliasing: a view of an input is returned as a copy if the input was written to,
+    or if the compiler has no such view. So an output that shares memory with an input or with another output is left
+    out, and the package's metadata says how to derive it (see `cgtool.runtime.aoti_package`).
     """
     placeholders = piece.module.graph.find_nodes(op="placeholder")
     wanted: list[fx.Node] = list(piece.module.graph.output_node().args[0])[: len(graph.outputs)]  # type: ignore[arg-type]  # a tuple of nodes, as rebuilt
     roots = [_root(node) for node in wanted]
     shared = {root for n, root in enumerate(roots) if root.op == "placeholder" or root in roots[:n]}
-    given: list[fx.Node] = []
+    returned: list[fx.Node] = []
     recipe: list[Json] = []
     for node, root in zip(wanted, roots, strict=True):
         source = root if root in shared else node
-        if source.op != "placeholder" and source not in given:
-            given.append(source)
-        kind, index = ("native", given.index(source)) if source in given else ("input", placeholders.index(source))
+        if source.op != "placeholder" and source not in returned:
+            returned.append(source)
+        if source in returned:
+            kind, index = "native", returned.index(source)
+        else:
+            kind, index = "input", placeholders.index(source)
         recipe.append([kind, index, *_view(node, source, piece, graph)])
     if recipe == [["native", n] for n in range(len(graph.outputs))] and recipe:
         return None
-    _give(piece, given)
+    _set_outputs(piece, returned)
     return recipe
 
 
-def _give(piece: RebuiltPiece, given: list[fx.Node]) -> None:
+def _set_outputs(piece: RebuiltPiece, outputs: list[fx.Node]) -> None:
     graph = piece.module.graph
     end = graph.output_node()
-    if not given:  # compilers want one output: the smallest that there is
+    if not outputs:  # compilers need an output: add an empty tensor
         with graph.inserting_before(end):
             nothing = graph.call_function(torch.empty, ((0,),))
         with piece.mode:
             nothing.meta["val"] = nothing.meta["example_value"] = torch.empty((0,))
-        given = [nothing]
-    end.args = (tuple(given),)
+        outputs = [nothing]
+    end.args = (tuple(outputs),)
     piece.module.recompile()
 
 
@@ -183,7 +186,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the first tensor of the graph whose memory `node` shares, as views were taken one of another."""
+    """Return the base of `node`: the first tensor in the chain of views that it ends."""
     memory = node.meta["example_value"]
     root: fx.Node = node
     while True:
@@ -196,19 +199,19 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _view(node: fx.Node, source: fx.Node, piece: RebuiltPiece, graph: PieceGraph) -> list[Json]:
-    """Return sizes, strides, offset and dtype by which `source` shows `node`, or nothing where they are the same."""
+    """Return the sizes, strides, offset and dtype of `node` as a view of `source`; empty if they are the same."""
     seen, whole = node.meta["example_value"], source.meta["example_value"]
     if node is source or seen is whole:
         return []
     as_it_is = seen.is_conj() == whole.is_conj() and seen.is_neg() == whole.is_neg()
     if not as_it_is or whole.itemsize % seen.itemsize:
         raise CompileError(
-            f"an output of the piece reads memory of {whole.dtype} as {seen.dtype}, in a way that a package cannot "
-            f"say; the piece can run eagerly (adaptor 'eager')",
+            f"an output of the piece views memory of {whole.dtype} as {seen.dtype} in a way that a package cannot "
+            f"express; the piece can run eagerly (adaptor 'eager')",
             expected=str(whole.dtype),
             actual=str(seen.dtype),
         )
-    # the runtime reads a symbol off an input that has it, and it alone, as a size
+    # the runtime reads a symbol from an input that has the bare symbol as a size
     names = {t: ours for t, ours in piece.names.items() if any(ours in meta.shape for meta in graph.inputs)}
     offset = _dim(seen.storage_offset() - whole.storage_offset() * (whole.itemsize // seen.itemsize), names)
     dtype = [] if seen.dtype == whole.dtype else [dtype_text(seen.dtype)]
@@ -224,5 +227,5 @@ def _dim(size: Any, names: dict[str, str]) -> Dim:
     try:
         return expression_text(expr, names)
     except SplitError as error:
-        msg = f"an output of the piece is a view by {expr}, which a plan cannot say ({error}); it can run eagerly"
+        msg = f"an output of the piece is a view by {expr}, which a plan cannot express ({error}); it can run eagerly"
         raise CompileError(msg, actual=str(expr)) from error

@@ -1,4 +1,4 @@
-"""The compiler that compiles nothing: a piece runs op by op, as Python generated from its graph.
+"""The adaptor that compiles nothing: a piece runs op by op, as Python generated from its graph.
 
 The artifact is the graph's canonical JSON, of kind "json". Must not import Dynamo or Inductor.
 """
@@ -28,7 +28,7 @@ class EagerAdaptor(CompilerInterface):
         *,
         max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
     ) -> str:
-        """Return a digest of torch's version: ops are torch's own, and no option changes them."""
+        """Return a digest of torch's version; no option changes eager ops."""
         return digest_of({"adaptor": self.name, "torch": torch.__version__})
 
     def compile(
@@ -38,28 +38,28 @@ class EagerAdaptor(CompilerInterface):
         options: Mapping[str, Json],  # noqa: ARG002 - they are Inductor's
         max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
     ) -> CompiledPiece:
-        """Write the graph down, once it is known to run from what was written."""
+        """Serialize the graph, after checking that a function can be generated from it."""
         promised_function(graph)
         return CompiledPiece(artifact=graph.canonical())
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
-        """Return the piece as Python."""
+        """Return the piece as a generated Python function."""
         return promised_function(eager_graph(data, graph))
 
 
 def eager_graph(data: bytes, graph: PieceGraph) -> PieceGraph:
-    """Return the graph that an eager artifact holds, which must be `graph`.
+    """Return the graph in an eager artifact, which must equal `graph`.
 
     Raises:
-        ArtifactError: It is torn, or of another piece.
+        ArtifactError: The artifact is damaged, or is that of a different piece.
     """
     try:
         found = decode(data, PieceGraph)
     except ValueError as error:
-        raise ArtifactError(f"An eager artifact is torn: {error}. Warm again.", actual=str(error)) from error
+        raise ArtifactError(f"An eager artifact is damaged: {error}. Warm again.", actual=str(error)) from error
     if found != graph:
         raise ArtifactError(
-            "An eager artifact holds another piece than its manifest says. Warm again.",
+            "An eager artifact holds a different piece from the one in its manifest. Warm again.",
             expected=graph.identity(),
             actual=found.identity(),
         )

@@ -1,21 +1,20 @@
-"""Inductor: what its adaptors share, and the two whose artifacts Inductor itself opens.
+"""The base class of Inductor's adaptors, and the two adaptors whose artifacts Inductor itself opens.
 
-`inductor_standalone` compiles through `standalone_compile`. An artifact of kind "aot" is what torch's
-`CompiledArtifact.save(format="binary")` writes: a header, torch's own key, and a pickle of torch's that holds generated
-source.
+`inductor_standalone` compiles through `standalone_compile`. An artifact of kind "aot" is written by torch's
+`CompiledArtifact.save(format="binary")`: a header, torch's own key, and a pickle with generated source.
 
-`inductor` compiles through `compile_fx` and saves what torch's caches gained. An artifact of kind "mega" is::
+`inductor` compiles through `compile_fx` and saves the new content of torch's caches. An artifact of kind "mega" is::
 
     8 bytes     length of the head, big endian
     head        canonical JSON {"schema": 1, "torch": version, "tag": str, "options": {...}}
-    rest        nothing for a piece without ops, else what `torch.compiler.save_cache_artifacts` gave (pickles of torch)
+    rest        empty for a piece without ops, else the result of `torch.compiler.save_cache_artifacts` (pickles)
 
-Opening puts those bytes into torch's caches and asks `compile_fx` for the piece: the hit is required, under a tag that
-no other compile has, so that neither a compile nor a result from elsewhere can take its place. The pickles hold torch's
-repro script, which names the TORCH* variables of the machine that compiled: `inductor_standalone` leaves it out.
+A load puts these bytes into torch's caches and requests the piece from `compile_fx`. It must be a cache hit, under a
+tag that no other compile uses, so neither a new compile nor another result can take its place. The pickles contain
+torch's repro script, which names the TORCH* variables of the compiling machine; `inductor_standalone` removes it.
 
-Both need the exact torch that wrote them. On a machine that has not seen them before, torch builds the C++ kernels in
-them with the host's compiler, in its own cache folder; a graph is neither traced nor compiled.
+Both kinds need the exact torch that wrote them. At the first load on a machine, torch builds their C++ kernels with the
+host's compiler in its own cache folder; no graph is traced or compiled.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _LENGTH_BYTES = 8
 
 
 class InductorBase(CompilerInterface):
-    """What adaptors of Inductor share: options, digest, the rebuilt piece, guards, and errors as sentences.
+    """Base class of Inductor's adaptors: options, digest, rebuilt pieces, guards and error messages.
 
     Attributes:
         packaged: Whether artifacts are packages of native code.
@@ -64,21 +63,21 @@ class InductorBase(CompilerInterface):
     def compile(self, graph: PieceGraph, *, options: Mapping[str, Json], max_autotune: bool = False) -> CompiledPiece:
         """Compile a piece into one artifact."""
         patches = inductor_patches(options, max_autotune=max_autotune, packaged=self.packaged)
-        # A hit in torch's caches would come without the guards that its compile added, and their keys do not know what
-        # a custom op's fake implementation says: so no two compiles share a tag.
+        # a hit in torch's caches would lack the guards that the compile added, and its keys ignore the fake
+        # implementations of custom ops: so every compile gets its own tag
         tag = f"cgtool-{uuid.uuid4().hex}"
         before = _torch.num_generated_kernels()
-        # code of Inductor's own names the device: always the first, which is all that a worker knows of
+        # Inductor's code names the device: always use the first
         first = torch.accelerator.device_index(0 if torch.accelerator.is_available() else None)
         with first, _torch.compiling(tag), _torch.checks_that_raise(), warnings.catch_warnings():
-            # where Python makes errors of warnings, a warning of Inductor's is still no reason to turn a piece away
+            # even if Python turns warnings into errors, a warning of Inductor must not reject the piece
             warnings.simplefilter("ignore")
             piece = rebuild(graph)
             try:
                 artifact, sources = self._build(piece, graph, patches, tag)
             except CgtoolError:
                 raise
-            except Exception as error:  # a compiler fails in any way it likes: what follows names it
+            except Exception as error:  # compilers raise anything
                 raise _compile_error(error) from error
             guards = piece.new_guards(graph)
         return CompiledPiece(
@@ -89,7 +88,7 @@ class InductorBase(CompilerInterface):
     def _build(
         self, piece: RebuiltPiece, graph: PieceGraph, patches: Mapping[str, Json], tag: str
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Return the artifact of a piece, and what the compiler wrote beside it; torch is set up for a compile."""
+        """Compile a piece; return its artifact and the generated sources that the artifact does not contain."""
 
 
 class InductorStandaloneAdaptor(InductorBase):
@@ -100,9 +99,9 @@ class InductorStandaloneAdaptor(InductorBase):
     def _build(
         self,
         piece: RebuiltPiece,
-        graph: PieceGraph,  # noqa: ARG002 - the rebuilt piece says it all
+        graph: PieceGraph,  # noqa: ARG002 - the rebuilt piece is enough
         patches: Mapping[str, Json],
-        tag: str,  # noqa: ARG002 - nothing is looked up by it
+        tag: str,  # noqa: ARG002 - artifacts are not found by tag
     ) -> tuple[bytes, Mapping[str, str]]:
         compiled = _torch.standalone(piece.module, piece.inputs, patches)
         _torch.forget_origin(compiled)
@@ -111,24 +110,23 @@ class InductorStandaloneAdaptor(InductorBase):
             compiled.save(path=str(path), format="binary")
             data = path.read_bytes()
         if not data:
-            raise CompileError("Inductor saved an artifact without bytes; the piece can run eagerly (adaptor 'eager')")
+            raise CompileError("Inductor saved an empty artifact; the piece can run eagerly (adaptor 'eager')")
         return data, {}
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
-        """Return the callable that an artifact holds."""
+        """Open an artifact."""
         with tempfile.TemporaryDirectory(prefix="cgtool-load-") as folder, torch.no_grad():
-            # torch opens a path: a private copy of the bytes whose digest was checked
+            # torch opens a path: give it a private copy of the verified bytes
             path = Path(folder) / "artifact"
             path.write_bytes(data)
             try:
-                ours = _torch.has_torch_key(data)
-                run = _torch.load_standalone(str(path)) if ours else None
-            except Exception as error:  # a pickle of torch's fails in any way it likes
+                run = _torch.load_standalone(str(path)) if _torch.has_torch_key(data) else None
+            except Exception as error:  # unpickling may raise anything
                 raise _load_error(error) from error
         if run is None:
             raise ArtifactError(
-                f"This artifact was compiled by another build of torch than this {torch.__version__}. Warm again with "
-                "this one.",
+                f"This artifact was compiled by another build of torch, and this is torch {torch.__version__}. Warm "
+                "again with this build.",
                 actual=torch.__version__,
             )
         return _as_list(run, graph)
@@ -144,14 +142,14 @@ class InductorAdaptor(InductorBase):
     ) -> tuple[bytes, Mapping[str, str]]:
         _, saved = _torch.run_compile_fx(piece.module, piece.inputs, patches, piece.mode)
         if not saved and graph.nodes:
-            raise CompileError("Inductor compiled the piece and saved nothing; the piece can run eagerly")
+            raise CompileError("Inductor compiled the piece but saved nothing; the piece can run eagerly")
         head = canonical_json({"schema": _SCHEMA, "torch": torch.__version__, "tag": tag, "options": patches})
         return len(head).to_bytes(_LENGTH_BYTES, "big") + head + (saved or b""), {}
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
-        """Return the callable that torch's caches hold once they took the artifact's bytes."""
-        head, saved = _parted(data)
-        if not saved:  # nothing to compile: a piece without ops
+        """Put an artifact into torch's caches, and return the callable from there."""
+        head, saved = _parse(data)
+        if not saved:  # a piece without ops
             return piece_function(graph)
         with _torch.compiling(head["tag"]):
             piece = rebuild(graph)
@@ -166,22 +164,23 @@ class InductorAdaptor(InductorBase):
                 )
             except CgtoolError:
                 raise
-            except Exception as error:  # a pickle of torch's fails in any way it likes
+            except Exception as error:  # unpickling may raise anything
                 raise _load_error(error) from error
         return _as_list(run, graph)
 
 
-def _parted(data: bytes) -> tuple[dict[str, Any], bytes]:
+def _parse(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the head and the rest of an artifact of kind "mega"."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
     try:
         head = json.loads(data[_LENGTH_BYTES:end])
         schema, version, _, _ = head["schema"], head["torch"], head["tag"], head["options"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError("An artifact of the adaptor 'inductor' is torn. Warm again.", actual=str(error)) from error
+        msg = "An artifact of the adaptor 'inductor' is damaged. Warm again."
+        raise ArtifactError(msg, actual=str(error)) from error
     if schema != _SCHEMA or version != torch.__version__:
         raise ArtifactError(
-            f"This artifact was compiled by torch {version} and this is torch {torch.__version__}. Warm again with it.",
+            f"This artifact was compiled by torch {version}, but this is torch {torch.__version__}. Warm again.",
             expected=version,
             actual=torch.__version__,
         )
@@ -189,13 +188,11 @@ def _parted(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _refuse_to_compile(*_args: Any, **_kwargs: Any) -> Any:
-    raise ArtifactError(
-        "Torch's caches do not find the piece that this artifact holds, and nothing compiles at load. Warm again."
-    )
+    raise ArtifactError("Torch's caches do not find the piece of this artifact, and a load never compiles. Warm again.")
 
 
 def _as_list(run: Any, graph: PieceGraph) -> PieceCallable:
-    """Return `run` as a function that empties a list of inputs and returns a list of exactly the piece's outputs."""
+    """Return `run` as a function that empties its list of inputs and returns the list of the piece's outputs."""
     num_outputs = len(graph.outputs)
     constants = tuple(constants_of(graph))
 
@@ -208,31 +205,31 @@ def _as_list(run: Any, graph: PieceGraph) -> PieceCallable:
 
 
 def _compile_error(error: BaseException) -> CompileError:
-    """Return the sentence for a failure inside a compiler."""
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    said = reason[0]
-    if isinstance(error, _torch.bypass_errors()) or "serialize" in said:
-        words = f"Inductor compiled the piece and cannot save it: {' '.join(line.strip() for line in reason[:3])}"
-    elif "C++ compile error" in said:
-        start = next((n for n, line in enumerate(reason) if line.strip() == "Output:"), 0)
-        output = [line.strip() for line in reason[start + 1 :] if line.strip()] or ["it said nothing"]
-        said = next((line for line in output if "error" in line.lower()), output[0])
-        words = f"the C++ compiler failed on what Inductor wrote for the piece: {said}"
+    """Describe a failure inside a compiler."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = lines[0]
+    if isinstance(error, _torch.bypass_errors()) or "serialize" in reason:
+        message = f"Inductor compiled the piece but cannot save it: {' '.join(line.strip() for line in lines[:3])}"
+    elif "C++ compile error" in reason:
+        start = next((n for n, line in enumerate(lines) if line.strip() == "Output:"), 0)
+        output = [line.strip() for line in lines[start + 1 :] if line.strip()] or ["no output"]
+        reason = next((line for line in output if "error" in line.lower()), output[0])
+        message = f"the C++ compiler failed on Inductor's code for the piece: {reason}"
     else:
-        words = f"Inductor could not compile the piece: {type(error).__name__}: {said}"
-    return CompileError(f"{words}; the piece can run eagerly (adaptor 'eager')", path=op_named_by(error), actual=said)
+        message = f"Inductor could not compile the piece: {type(error).__name__}: {reason}"
+    message += "; the piece can run eagerly (adaptor 'eager')"
+    return CompileError(message, path=op_named_by(error), actual=reason)
 
 
 def _load_error(error: BaseException) -> ArtifactError:
-    """Return the sentence for a failure inside a loader."""
+    """Describe a failure inside a loader."""
     reason = first_line(error)
-    if type(error).__name__ == "InvalidCxxCompiler":  # torch gave it several homes
+    if type(error).__name__ == "InvalidCxxCompiler":  # its module differs between versions of torch
         return ArtifactError(
-            "Torch builds the C++ of this artifact as it is opened, and no C++ compiler works here. Install one, or "
-            "warm the model with the adaptor 'aot_inductor', whose packages need none.",
+            "Torch builds the C++ code of this artifact when it opens it, and no C++ compiler works here. Install one, "
+            "or warm the model with the adaptor 'aot_inductor', whose packages need none.",
             actual=reason,
         )
     return ArtifactError(
-        f"Torch could not open the artifact: {type(error).__name__}: {reason}. Warm again with what is here now.",
-        actual=reason,
+        f"Torch could not open the artifact: {type(error).__name__}: {reason}. Warm again.", actual=reason
     )

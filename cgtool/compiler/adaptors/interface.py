@@ -1,7 +1,7 @@
-"""What every compiler looks like to the rest of cgtool. Must not import Dynamo or Inductor.
+"""The interface of compilers. Must not import Dynamo or Inductor.
 
-An adaptor turns a `PieceGraph` into bytes, and bytes into a callable. The bytes are all that `load` has: it opens no
-file, and it traces and compiles no graph.
+An adaptor turns a `PieceGraph` into bytes, and the bytes into a callable. `load` works from the bytes alone: it opens
+no file, and it neither traces nor compiles a graph.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cgtool.adaptor_registry import adaptor_class
 from cgtool.errors import ConfigError
 from cgtool.plan.pieces import Json, PieceGraph
 
-#: Takes the piece's inputs as a list, which it empties, and returns its outputs as a list, even of one.
+#: Takes the piece's inputs as a list, which it empties, and returns the list of its outputs.
 PieceCallable = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-#: How torch and C++ compilers name the op that they fail at: by its C function, or by its schema.
-_NAMED = (
+#: How the errors of torch and of C++ compilers name an op: by its C function, or by its schema.
+_OP_PATTERNS = (
     re.compile(r"\baoti_torch_(?:cpu|cuda|xpu|mps)_(?P<op>\w+)"),
     re.compile(r"extern kernel (?P<op>\w+::[\w.]+)"),
     re.compile(r"operator whose output has alias annotations: (?P<op>\w+::[\w.]+)"),
@@ -33,13 +33,13 @@ _NAMED = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPiece:
-    """What a compiler made of a piece.
+    """The result of compiling a piece.
 
     Args:
         artifact: The bytes that `load` takes.
-        kernels: How many kernels were generated.
-        guards: Facts over the graph's symbols that the compiler relies on, beyond the graph's own ranges and facts.
-        sources: What the compiler wrote and the artifact does not hold, for people: name → text.
+        kernels: The number of generated kernels.
+        guards: Facts about the graph's symbols that the compiler relies on, beyond the graph's own ranges and facts.
+        sources: Generated code that the artifact does not contain, for people to read: file name → text.
     """
 
     artifact: bytes
@@ -52,9 +52,9 @@ class CompilerInterface(ABC):
     """A compiler of pieces.
 
     Attributes:
-        name: How configuration spells it.
-        compiles: Whether it makes code: that is done in worker processes, and proved before it is trusted.
-        rounding: Options with which its code rounds all that eager rounds; none where it has no such options.
+        name: The adaptor's name in the configuration.
+        compiles: Whether it generates code, which happens in worker processes and is proved before it is used.
+        rounding: Options with which its code rounds intermediate values as eager does; empty if there are none.
     """
 
     name: str
@@ -62,7 +62,7 @@ class CompilerInterface(ABC):
     rounding: Mapping[str, Json] = MappingProxyType({})
 
     def initialize_cache(self, cache_dir: Path) -> None:  # noqa: B027  most have no state
-        """Prepare for compiles into one cache; called once, before the first. Nothing to do for most compilers.
+        """Prepare for compiles into a cache; called once, before the first. Most compilers need no preparation.
 
         Args:
             cache_dir: The cache's root.
@@ -70,14 +70,14 @@ class CompilerInterface(ABC):
 
     @abstractmethod
     def compute_hash(self, options: Mapping[str, Json], *, max_autotune: bool = False) -> str:
-        """Return the SHA-256 of everything beside the graph that decides what `compile` gives.
+        """Return the SHA-256 of everything but the graph that decides the result of `compile`.
 
         Args:
             options: The user's options for the compiler.
             max_autotune: As for `compile`.
 
         Raises:
-            ConfigError: An option is unknown, or one that cgtool keeps for itself.
+            ConfigError: An option is unknown, or reserved by cgtool.
         """
 
     @abstractmethod
@@ -85,16 +85,16 @@ class CompilerInterface(ABC):
         """Compile a piece.
 
         Args:
-            graph: The piece; without symbols it is compiled for one size.
+            graph: The piece; without symbols, it is compiled for one size.
             options: The user's options for the compiler.
-            max_autotune: Whether the compiler may try variants of each kernel: for concrete sizes.
+            max_autotune: Whether the compiler may autotune kernels; used for concrete sizes.
 
         Returns:
-            The artifact and what is known of it. How long it took is measured by who asks.
+            The artifact, with its kernels, guards and sources.
 
         Raises:
-            CompileError: The compiler cannot compile the piece, or cannot save what it compiled.
-            ConfigError: An option is unknown, or one that cgtool keeps for itself.
+            CompileError: The compiler cannot compile the piece, or cannot save the result.
+            ConfigError: An option is unknown, or reserved by cgtool.
         """
 
     @abstractmethod
@@ -102,29 +102,29 @@ class CompilerInterface(ABC):
         """Return a callable from an artifact's bytes, without tracing or compiling a graph.
 
         Args:
-            data: What `compile` gave, in this process or in another.
+            data: The artifact of `compile`, from this process or another.
             graph: The piece that was compiled.
 
         Returns:
-            A function that takes the piece's inputs as a list, which it empties, and returns its outputs as a list.
+            A function that takes the piece's inputs as a list, which it empties, and returns the list of its outputs.
 
         Raises:
-            ArtifactError: The bytes cannot be opened here.
+            ArtifactError: The artifact cannot be opened here.
         """
 
 
 def get_adaptor(name: str) -> CompilerInterface:
-    """Return the adaptor that configuration calls `name`.
+    """Return the adaptor of this name. Its module is imported now: `eager` needs nothing but torch.
 
     Raises:
-        ConfigError: There is none (the message names those there are), or what brings it brings something else.
+        ConfigError: There is no such adaptor (the message names those there are), or its distribution provides
+            something else.
     """
-    # a compiler's module is loaded when it is asked for: `eager` needs nothing but torch
     found = adaptor_class(name)
     if not (isinstance(found, type) and issubclass(found, CompilerInterface) and getattr(found, "name", None) == name):
         raise ConfigError(
-            f"The adaptor {name!r} is to be a CompilerInterface whose `name` is {name!r}, and what brings it gives "
-            f"{found!r}. Mend or remove it.",
+            f"The adaptor {name!r} must be a subclass of CompilerInterface with `name = {name!r}`, but its "
+            f"distribution provides {found!r}. Fix or uninstall it.",
             path=name,
             actual=repr(found),
         )
@@ -132,8 +132,8 @@ def get_adaptor(name: str) -> CompilerInterface:
 
 
 def op_named_in(text: str) -> str | None:
-    """Return the op that an error's text names; None where there is none."""
-    for pattern in _NAMED:
+    """Return the op that an error's text names, if any."""
+    for pattern in _OP_PATTERNS:
         match = pattern.search(text)
         if match is not None:
             return match["op"].replace("::", ".").replace(".", "::", 1) if "." in match["op"] else match["op"]

@@ -1,8 +1,8 @@
-"""Seeded inputs of a piece: exact shapes and strides, shared storages, floats of a sane scale, integers in range.
+"""Seeded inputs for a piece: exact shapes and strides, shared storages, floats of a reasonable scale, valid integers.
 
-An integer input is taken for an index into whatever dimension: it lies below the smallest static size of a matrix among
-the inputs. Where a piece writes by index, its integers differ, for of two writes to one place any may win. Must not
-import torch._dynamo, torch._inductor or sympy.
+An integer input may be an index into any dimension, so its values lie below the smallest static size of any matrix
+among the inputs. If a piece writes by index, its integers are distinct, because the order of two writes to the same
+place is undefined. Must not import torch._dynamo, torch._inductor or sympy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cgtool.graph.values import device_of, dtype_of
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json, PieceGraph, TensorMeta
 
-#: More numbers than these are the same ones again; a prime, so that no two rows are equal.
-_MOST_DRAWN = 1_000_003
-#: Storages are rounded up to it, so that they can be looked at as any dtype.
+#: At most this many numbers are drawn, and then repeated; a prime, so that no two rows are equal.
+_MAX_DRAWN = 1_000_003
+#: Storage sizes are rounded up to a multiple of this, so that they can be viewed as any dtype.
 _ALIGNED_BYTES = 16
-#: What an integer lies below where no input is a matrix of a static size.
+#: The bound of integers if no input is a matrix of a static size.
 _USUAL_BOUND = 8
 _WRITE_BY_INDEX = frozenset({"setitem", "index_put", "index_put_impl", "scatter", "index_copy"})
 
@@ -35,11 +35,11 @@ class Style:
     """A way to draw inputs.
 
     Args:
-        positive: Whether floats are all positive.
+        positive: Whether all floats are positive.
         unit: Whether floats lie strictly between 0 and 1.
-        any_byte: Whether integers of one byte take their whole range, as quantised weights do.
-        upper_half: Whether integers lie in the upper half of their range: not every op takes a zero.
-        most: What integers lie below.
+        any_byte: Whether integers of one byte take their whole range, as quantized weights do.
+        upper_half: Whether integers lie in the upper half of their range, for ops that do not accept zero.
+        most: The exclusive upper bound of integers.
     """
 
     positive: bool = False
@@ -49,7 +49,7 @@ class Style:
     most: int = 1 << 31
 
 
-#: In the order in which they are tried, until a piece runs and gives no NaN.
+#: Tried in this order, until a piece runs and returns no NaN.
 STYLES = (
     Style(any_byte=True),
     Style(positive=True),
@@ -67,7 +67,7 @@ class _View(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How much of its storage it spans."""
+        """The number of bytes of its storage that it spans."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -76,10 +76,10 @@ class _View(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Inputs as storages and views of them, so that copies share what the inputs share.
+    """Inputs as storages and views of them, so that copies alias as the inputs do.
 
     Args:
-        storages: One-dimensional, one for each group of aliases.
+        storages: One-dimensional tensors, one for each group of aliases.
         views: One for each input.
     """
 
@@ -91,11 +91,11 @@ class Drawn:
         return [self.storages[v.storage].view(v.dtype).as_strided(v.shape, v.stride) for v in self.views]
 
     def copy(self) -> Drawn:
-        """Return the same inputs in storages of their own."""
+        """Return the same inputs in new storages."""
         return Drawn(storages=tuple(flat.clone() for flat in self.storages), views=self.views)
 
     def widened(self) -> Drawn | None:
-        """Return a copy with floats in float64; None where one storage holds several dtypes."""
+        """Return a copy with floats in float64; None if a storage is viewed as several dtypes."""
         if any(view.dtype != self.storages[view.storage].dtype for view in self.views):
             return None
         return Drawn(
@@ -105,19 +105,19 @@ class Drawn:
 
 
 def index_bound(graph: PieceGraph) -> int:
-    """Return what the integers of a piece's inputs lie below."""
+    """Return the exclusive upper bound of the integers in a piece's inputs."""
     matrix = 2
     sizes = [dim for meta in graph.inputs if len(meta.shape) >= matrix for dim in meta.shape if isinstance(dim, int)]
     return min((size for size in sizes if size > 1), default=_USUAL_BOUND)
 
 
 def writes_by_index(graph: PieceGraph) -> bool:
-    """Return whether integers of a piece's inputs may say where it writes."""
+    """Return whether a piece writes at indices, which may come from its inputs."""
     return any(short_name(node) in _WRITE_BY_INDEX for node in graph.every_node())
 
 
 def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | None, style: Style) -> Drawn:
-    """Return inputs for a piece, the same ones for the same piece and sizes."""
+    """Return inputs for a piece; the same piece and sizes always get the same inputs."""
     generator = torch.Generator("cpu").manual_seed(int(digest_of([graph.identity(), dict(sizes)])[:15], 16))
     views = _views(graph, sizes)
     bound, distinct = index_bound(graph), writes_by_index(graph)
@@ -136,7 +136,7 @@ def draw(graph: PieceGraph, sizes: Mapping[str, int], *, device_index: int | Non
 def draw_storage(
     meta: TensorMeta, num_bytes: int, device: torch.device, *, seed: Json, style: Style, bound: int
 ) -> torch.Tensor:
-    """Return a flat tensor of at least `num_bytes` for a tensor without symbols; its integers lie below `bound`."""
+    """Return a flat tensor of at least `num_bytes` as storage for a static tensor; its integers lie below `bound`."""
     generator = torch.Generator("cpu").manual_seed(int(digest_of(seed)[:15], 16))
     shape, stride = tuple(map(int, meta.shape)), tuple(map(int, meta.stride))
     view = _View(storage=0, shape=shape, stride=stride, dtype=dtype_of(meta.dtype))
@@ -144,7 +144,7 @@ def draw_storage(
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor whose elements are one rounding of `dtype` larger or smaller; it lies in memory as that one."""
+    """Return a tensor of the same layout whose elements are one rounding of `dtype` larger or smaller."""
     factors = _repeated(_factors(dtype, tensor.device)[: tensor.numel()], tensor.numel())
     out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return out.copy_(tensor.double() * factors.reshape(tensor.shape))
@@ -152,9 +152,9 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _factors(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what takes a number one rounding up or down: drawn once, since a model of billions has many tensors."""
-    generator = torch.Generator("cpu").manual_seed(_MOST_DRAWN)
-    signs = torch.randint(0, 2, (_MOST_DRAWN,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
+    """Return factors that move a number one rounding up or down; cached, since large models have many tensors."""
+    generator = torch.Generator("cpu").manual_seed(_MAX_DRAWN)
+    signs = torch.randint(0, 2, (_MAX_DRAWN,), generator=generator, device="cpu", dtype=torch.float32) * 2 - 1
     return (1 + eps_of(dtype) * signs.double()).to(device)
 
 
@@ -169,17 +169,17 @@ def _storage(
     bound: int,
     distinct: bool,
 ) -> torch.Tensor:
-    """Return a storage of at least `num_bytes` whose first tensor is `view`, with numbers in it."""
+    """Return a storage of at least `num_bytes`, filled with numbers for `view`, its first tensor."""
     count = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES // view.dtype.itemsize
     if view.dtype == torch.bool or view.dtype.is_floating_point or view.dtype.is_complex:
-        values = _values(meta, view.dtype, min(count, _MOST_DRAWN), generator, style)
+        values = _values(meta, view.dtype, min(count, _MAX_DRAWN), generator, style)
     else:
         values = _integers(view, count, generator, style, bound=min(bound, style.most), distinct=distinct)
     return _repeated(_cast(values, view.dtype).to(device), count)
 
 
 def _repeated(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` numbers where there are fewer: the same ones again."""
+    """Return `count` numbers, repeating `values` if there are fewer."""
     return values.repeat(-(-count // len(values)))[:count] if 0 < len(values) < count else values
 
 
@@ -198,9 +198,9 @@ def _views(graph: PieceGraph, sizes: Mapping[str, int]) -> tuple[_View, ...]:
 
 
 def _values(meta: TensorMeta, dtype: torch.dtype, count: int, generator: torch.Generator, style: Style) -> torch.Tensor:
-    """Return `count` numbers for a dtype that holds no integers."""
+    """Return `count` numbers for a dtype that is not an integer type."""
     if dtype == torch.bool:
-        # mostly true: a mask that hides a whole row tests little
+        # mostly true, since a mask that hides a whole row tests little
         flags = torch.rand(count, generator=generator, device="cpu") < 0.75  # noqa: PLR2004 - see above
         flags[:1], flags[1:2] = True, False
         return flags
@@ -215,14 +215,14 @@ def _values(meta: TensorMeta, dtype: torch.dtype, count: int, generator: torch.G
         return values
     if len(meta.shape) < 2:  # noqa: PLR2004 - a weight of a norm, a bias or a scale: near one
         return 1 + 0.25 * torch.tanh(values)
-    # a matrix: what goes through it keeps its scale
+    # a matrix: scaled so that values keep their magnitude through it
     return values / math.sqrt(max(1, math.prod(int(dim) for dim in meta.shape[1:])))
 
 
 def _integers(
     view: _View, count: int, generator: torch.Generator, style: Style, *, bound: int, distinct: bool
 ) -> torch.Tensor:
-    """Return integers; distinct ones differ in all of the view, or where it is too long for that, in a row."""
+    """Return integers; with `distinct`, all elements of the view differ, or those of each row if it is too long."""
     limits = torch.iinfo(view.dtype)
     if style.any_byte and view.dtype.itemsize == 1:
         low, high = limits.min, limits.max
@@ -231,7 +231,7 @@ def _integers(
         low = (high + 1) // 2 if style.upper_half else 0
     span, numel = high + 1 - low, math.prod(view.shape)
     if not (distinct and numel):
-        return torch.randint(low, high + 1, (min(count, _MOST_DRAWN),), generator=generator, device="cpu")
+        return torch.randint(low, high + 1, (min(count, _MAX_DRAWN),), generator=generator, device="cpu")
     row = numel if numel <= span else view.shape[-1]
     order = torch.rand(-(-count // row), max(span, row), generator=generator, device="cpu").argsort(dim=1)
     return low + order[:, :row].reshape(-1)[:count]
@@ -240,6 +240,6 @@ def _integers(
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         return values.to(dtype)
-    except (RuntimeError, NotImplementedError):  # a dtype that nothing converts to: its bytes are what counts
+    except (RuntimeError, NotImplementedError):  # nothing converts to this dtype: fill its bytes
         raw = torch.arange(values.numel() * dtype.itemsize, dtype=torch.int64, device="cpu") % 113
         return raw.to(torch.uint8).view(dtype)

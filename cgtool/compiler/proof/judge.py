@@ -1,10 +1,10 @@
-"""Whether what an artifact gave is what its piece promises: shape, dtype, strides, device and numbers.
+"""Checks an artifact's results against its piece: shape, dtype, strides, device and numbers.
 
-How an output lies in memory is judged by the trace, for the pieces that take it were compiled for that; eager may
-choose other strides. Numbers are judged as torch's own benchmarks do: the artifact's error against float64 may be a
-small multiple of eager's own, and a little more. What is added depends on the least precise dtype in the piece, and a
-single element, the root of mean squares and a common factor each have a limit: the first sees a wrong row, the others
-what is wrong everywhere by less than one rounding. Must not import torch._dynamo, torch._inductor or sympy.
+Strides are compared with the trace, because the next pieces were compiled for these; eager may choose others. Numbers
+are compared as in torch's own benchmarks: the artifact's error against float64 may be a small multiple of eager's own
+error, plus a margin that depends on the least precise dtype in the piece. There are limits for a single element, which
+detects a wrong row, and for the root mean square and a common factor, which detect errors below one rounding that occur
+everywhere. Must not import torch._dynamo, torch._inductor or sympy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cgtool.runtime.generate import strides_matter
 
 
 class WrongError(Exception):
-    """The artifact is wrong; the message is the rest of a sentence that begins with it."""
+    """The artifact is wrong; the message continues a sentence whose subject is the artifact or one of its tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What an artifact may be wrong by beyond eager's own error.
+    """The error that an artifact may have beyond eager's own error.
 
     Args:
-        element: One element, relative to its size and to the tensor's scale.
-        rms: The root of mean squares, relative to the tensor's.
-        steps: The share of elements that a rounding may have decided otherwise; 0 where floats decide nothing.
-        usual: What roundings come to as a root of mean squares, where no float64 says what eager's own error is.
-        num_open: How many further elements were left out, as ops leave them open.
+        element: The error of one element, relative to its magnitude and to the tensor's scale.
+        rms: The root mean square of the error, relative to that of the tensor.
+        steps: The share of elements that may differ because a rounding changed a discontinuous op; 0 without such ops.
+        usual: The root mean square of rounding errors, if there is no float64 run to measure eager's own error.
+        num_open: The number of undefined elements, which are not compared.
     """
 
     element: float
@@ -47,7 +47,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, takes_steps: bool, has_reference: bool) -> Self:
-        """Return the tolerance of a piece by its least precise float; without a reference it is compared with eager."""
+        """Return the tolerance for a piece's least precise float; without a float64 run, eager is the reference."""
         eps = eps_of(dtype)
         if eps >= torch.finfo(torch.float16).eps:
             element, rms, steps = 4 * eps, 0.25 * eps, 0.02
@@ -58,33 +58,33 @@ class Tolerance:
         return cls(element=element, rms=rms, steps=steps if takes_steps else 0.0)
 
     def with_sums(self, count: int, dtype: torch.dtype) -> Self:
-        """Return the tolerance where `count` numbers may be summed.
+        """Return the tolerance if up to `count` numbers may be summed.
 
-        Compiled code adds one after the other, in float32 or `dtype`, and eager in a tree: where the numbers are alike,
-        as repeated rows are, each step may be rounded in the same way.
+        Compiled code adds them one by one, in float32 or `dtype`, but eager adds them in a tree. If the numbers are
+        alike, as in repeated rows, every step may be rounded in the same direction.
         """
         drift = count * min(eps_of(dtype), torch.finfo(torch.float32).eps) / 8
         return replace(self, element=max(self.element, 2 * drift), rms=max(self.rms, drift))
 
     def num_allowed(self, count: int, flips: int = 0) -> int:
-        """Return how many of `count` elements may differ, where eager itself decided `flips` of them otherwise."""
+        """Return how many of `count` elements may differ, given that eager itself differs in `flips` of them."""
         return int(self.steps * (count + self.num_open)) + 4 * flips if self.steps else 0
 
 
 def check_metas(
     found: Sequence[object], metas: Sequence[TensorMeta], sizes: Mapping[str, int], device_index: int | None
 ) -> None:
-    """Check that outputs are of the make that the trace promised.
+    """Check the shape, dtype, device and strides of outputs against the trace.
 
     Raises:
-        WrongError: One is not.
+        WrongError: An output differs.
     """
     if len(found) != len(metas):
-        msg = f"gives {len(found)} outputs and the piece {len(metas)}"
+        msg = f"returns {len(found)} outputs, and the piece {len(metas)}"
         raise WrongError(msg)
     for number, (tensor, meta) in enumerate(zip(found, metas, strict=True)):
         if not isinstance(tensor, torch.Tensor):
-            msg = f"gives a {type(tensor).__name__} as output {number}, and the piece a tensor"
+            msg = f"returns a {type(tensor).__name__} as output {number}, and the piece a tensor"
             raise WrongError(msg)
         shape = tuple(int(evaluate(dim, sizes)) for dim in meta.shape)
         stride = tuple(int(evaluate(step, sizes)) for step in meta.stride)
@@ -96,25 +96,25 @@ def check_metas(
             ("on", there, device),
         ):
             if ours != theirs:
-                msg = f"gives output {number} {what} {ours} and the piece {theirs}"
+                msg = f"returns output {number} {what} {ours}, and the piece {theirs}"
                 raise WrongError(msg)
         if strides_matter(tensor, stride):
-            msg = f"gives output {number} with strides {tensor.stride()} and the trace has {stride} (shape {shape})"
+            msg = f"returns output {number} with strides {tensor.stride()}, and the trace {stride} (shape {shape})"
             raise WrongError(msg)
 
 
 def left_open(one: torch.Tensor, other: torch.Tensor, *, sorts: bool = False) -> torch.Tensor | None:
-    """Return where a tensor depends on what ops leave open; None where that comes to roundings at most.
+    """Return a mask of the elements that depend on undefined results; None if they differ only by rounding.
 
     Args:
-        one: What eager gives with that settled in one way.
-        other: In another way.
-        sorts: Whether the order of equals may be a part of it. Then rows of the first dimension are taken as a whole,
-            and at each that differs at all: in a third order, those that come to nearly the same here may not.
+        one: Eager's result with one set of values for undefined results.
+        other: Eager's result with the other set.
+        sorts: Whether the order of equal elements may be undefined. Then the mask covers every row of the first
+            dimension that differs at all: rows that nearly agree in these two orders may not agree in a third.
     """
     if one.is_floating_point() or one.is_complex():
         eps = 16 * torch.finfo(one.dtype).eps
-        if one.itemsize == 1:  # nothing computes in float8
+        if one.itemsize == 1:  # torch does not compute in float8
             one, other = one.float(), other.float()
         flat = _flat(one)
         atol = eps * _rms(flat[flat.isfinite()])
@@ -132,7 +132,7 @@ def left_open(one: torch.Tensor, other: torch.Tensor, *, sorts: bool = False) ->
 
 
 def farther(one: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Return of two that are right, at each place, the one that is further from what is exact."""
+    """Return, of two right results, the element further from the exact result at each place."""
     if other is one or not one.is_floating_point():
         return one
     is_farther = (other.to(exact.dtype) - exact).abs() > (one.to(exact.dtype) - exact).abs()
@@ -140,10 +140,10 @@ def farther(one: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> torc
 
 
 def roundings(nearby: torch.Tensor, eager: torch.Tensor, tolerance: Tolerance) -> float:
-    """Return how far roundings carry a tensor, as a root of mean squares relative to its own.
+    """Return the effect of rounding on a tensor, as a root mean square relative to the tensor's.
 
-    What eager gives for inputs that are one rounding away is compared with what it gives for the inputs themselves.
-    Elements further apart than the tolerance lets one be were decided otherwise, and do not count.
+    Compares eager's result for inputs one rounding away with its result for the inputs themselves. Elements that differ
+    by more than the tolerance come from discontinuous ops and do not count.
     """
     if not eager.is_floating_point():
         return 0.0
@@ -163,10 +163,17 @@ def check_numbers(
     tolerance: Tolerance,
     but: torch.Tensor | None = None,
 ) -> float:
-    """Check one tensor against eager's and against the reference, `but` where that is true; return its relative error.
+    """Check one tensor against eager's and the reference; return its relative error.
+
+    Args:
+        found: The tensor to check.
+        eager: The result of eager.
+        reference: The result in float64, or that of eager.
+        tolerance: The error allowed.
+        but: A mask of elements to skip.
 
     Raises:
-        WrongError: It is another tensor.
+        WrongError: The tensor differs by more than the tolerance.
     """
     if but is not None:
         tolerance = replace(tolerance, num_open=int(but.sum()))
@@ -175,14 +182,14 @@ def check_numbers(
         _check_exact(found, eager, reference.to(eager.dtype), tolerance)
         return 0.0
     ours, theirs, exact = (_flat(tensor) for tensor in (found, eager, reference))
-    if not math.isfinite(float((ours + theirs + exact).sum())):  # a sum of many numbers is the cheapest look
+    if not math.isfinite(float((ours + theirs + exact).sum())):  # a sum is the cheapest check
         kept = _where_finite(ours, theirs, exact, tolerance)
         ours, theirs, exact = ours[kept], theirs[kept], exact[kept]
     return _check_finite(ours, theirs, exact, tolerance) if len(ours) else 0.0
 
 
 def _check_exact(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance) -> None:
-    """Integers and booleans: equal, save for as many as floats may have decided otherwise."""
+    """Check integers and booleans: equal, except for the number of elements that rounding may have changed."""
     count = int(((found != eager) & (found != exact)).sum())
     if count > tolerance.num_allowed(found.numel(), int((eager != exact).sum())):
         msg = f"differs in {count} of {found.numel()} elements"
@@ -190,14 +197,14 @@ def _check_exact(found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, 
 
 
 def _where_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
-    """Return where all three are numbers; check that the others are NaN or infinite alike."""
+    """Return a mask of finite elements; check that the others are NaN or infinite in the same places."""
     finite = torch.isfinite(exact) & torch.isfinite(theirs)
     both = ~torch.isfinite(exact) & ~torch.isfinite(theirs)
     settled = both & ((exact == theirs) | (exact.isnan() & theirs.isnan()))
     wrong = (finite & ~torch.isfinite(ours)) | (settled & ~((ours == exact) | (ours.isnan() & exact.isnan())))
     count = int(wrong.sum())
     if count > tolerance.num_allowed(len(ours)):
-        msg = f"has NaN or infinity in {count} places other than eager's"
+        msg = f"has NaN or infinity in {count} places where it differs from eager"
         raise WrongError(msg)
     return finite & ~wrong
 
@@ -206,10 +213,10 @@ def _check_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
     scale = max(_rms(exact), 1e-6)
     error, eager_error = (ours - exact).abs(), (theirs - exact).abs()
     limit = tolerance.element * (exact.abs() + scale)
-    # where floats decide, eager's own roundings may have, too
+    # with discontinuous ops, rounding may also have changed elements of eager's own result
     kept = eager_error <= 16 * limit if tolerance.steps else torch.ones_like(error, dtype=torch.bool)
     outside = error > limit + 4 * (float(eager_error[kept].max()) if bool(kept.any()) else 0.0)
-    if tolerance.steps:  # a rounding that eager's took the other way in both is right too
+    if tolerance.steps:  # an element that agrees with eager is right, even if both differ from float64
         outside &= (ours - theirs).abs() > limit
     num_outside = int(outside.sum())
     if num_outside > tolerance.num_allowed(len(ours), int((~kept).sum())):
@@ -223,7 +230,7 @@ def _check_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
     ours, theirs, exact = ours[kept], theirs[kept], exact[kept]
     relative, usual = _rms(ours - exact) / scale, max(_rms(theirs - exact) / scale, tolerance.usual)
     if relative > 3 * usual + tolerance.rms:
-        msg = f"differs by {relative:.2e} of its size, and eager itself by {usual:.2e}"
+        msg = f"differs by {relative:.2e} of its magnitude, and eager itself by {usual:.2e}"
         raise WrongError(msg)
     _check_factor(ours, theirs, exact, tolerance, usual + tolerance.rms)
     return relative
@@ -232,19 +239,19 @@ def _check_finite(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
 def _check_factor(
     ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance, usual: float
 ) -> None:
-    """Roundings go both ways: a common factor shows long before it is larger than one."""
+    """Check for a common factor: roundings go both ways, so even a factor smaller than one rounding shows."""
     square = float(exact @ exact)
     if not square:
         return
     factor, eager_factor = (float(tensor @ exact) / square - 1 for tensor in (ours, theirs))
     beyond = abs(factor) - 3 * abs(eager_factor) - tolerance.rms / 2
     if beyond > 8 * tolerance.rms / math.sqrt(len(exact)) and beyond > 8 * usual / math.sqrt(_num_different(exact)):
-        msg = f"is {1 + factor:.6f} times what eager gives"
+        msg = f"is {1 + factor:.6f} times the result of eager"
         raise WrongError(msg)
 
 
 def _num_different(numbers: torch.Tensor) -> int:
-    """Return how many numbers a tensor holds: one rounding decides all elements that are the same number."""
+    """Return the number of distinct values in a tensor; equal elements are all rounded in the same way."""
     return 1 + int((numbers.sort().values.diff() != 0).sum())
 
 
@@ -254,12 +261,12 @@ def check_overlaps(
     eager: Sequence[torch.Tensor],
     eager_inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Check that outputs share memory only where the piece's do: a later write to one would change the other.
+    """Check that outputs share memory only where the piece's do; else a later write to one would change the other.
 
-    The reverse is harmless: the split keeps together what shares memory that is written to.
+    The reverse is harmless: the split keeps tensors together that share memory that is written to.
 
     Raises:
-        WrongError: Two share memory, and eager's do not.
+        WrongError: Two tensors share memory, and eager's do not.
     """
     ours, theirs = [*inputs, *found], [*eager_inputs, *eager]
     for one in range(len(inputs), len(ours)):
@@ -268,7 +275,7 @@ def check_overlaps(
                 continue
             if _overlap(ours[one], ours[other]):
                 name = f"input {other}" if other < len(inputs) else f"output {other - len(inputs)}"
-                msg = f"gives output {one - len(inputs)} in the memory of {name}, and the piece not"
+                msg = f"returns output {one - len(inputs)} in the memory of {name}, and the piece does not"
                 raise WrongError(msg)
 
 

@@ -1,6 +1,6 @@
-"""The program of the child that proves: draw, run eagerly, run in float64, run the artifact, compare.
+"""The program of the proving child: draws inputs, runs the piece eagerly and in float64, runs the artifact, compares.
 
-Must not import torch._dynamo, torch._inductor or sympy; an adaptor that is not ours alone may.
+Must not import torch._dynamo, torch._inductor or sympy; only the adaptor of an artifact may.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cgtool.runtime.aoti_package import open_package
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.op_by_op import piece_function
 
-#: How often sizes that are too large for the piece or the memory are halved.
+#: How often the limits are halved if sizes are too large for the piece or the memory.
 _NUM_HALVINGS = 12
 _ADVICE = "the piece can be compiled by another adaptor, or run eagerly (adaptor 'eager')"
 
@@ -38,8 +38,14 @@ _Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """A piece that ran op by op: its inputs untouched, those that eager ran on, and what it gave."""
+class _EagerRun:
+    """A run of a piece op by op.
+
+    Args:
+        drawn: The inputs before the run.
+        inputs: The inputs after the run, which may have written to them.
+        outputs: The outputs.
+    """
 
     drawn: Drawn
     inputs: _Tensors
@@ -47,10 +53,10 @@ class _Given:
 
 
 class NotRunnableError(Exception):
-    """A piece, or a model, cannot itself be run on the inputs that were tried.
+    """A piece or a model cannot be run on the inputs that were tried.
 
     Args:
-        later: Whether it may be at another time: what it lacked is memory, or another rank.
+        later: Whether it may succeed another time, because memory or another rank was missing.
     """
 
     def __init__(self, message: str, *, later: bool = False) -> None:
@@ -59,13 +65,13 @@ class NotRunnableError(Exception):
 
 
 def main(channel: Channel) -> None:
-    """Prove artifacts until the parent lets go."""
+    """Prove artifacts until the parent hangs up."""
     for request, data in channel.requests(ProofRequest):
-        found = _answer(request, data, channel)
-        # what failed on an accelerator may have left its context unusable
-        spoiled = _on_accelerator(request.graph) and not found.proved
-        channel.answer(found, last=spoiled)
-        if spoiled:
+        record = _answer(request, data, channel)
+        # a failure on an accelerator may have left its context unusable: end, so that a fresh child takes over
+        is_last = _on_accelerator(request.graph) and not record.proved
+        channel.answer(record, last=is_last)
+        if is_last:
             return
 
 
@@ -87,10 +93,10 @@ def _answer(request: ProofRequest, data: bytes, channel: Channel) -> ProofRecord
         return ProofRecord(verdict="wrong", reason=str(error))
     except NoRoomError as error:
         return ProofRecord(verdict="no room", reason=str(error))
-    except Exception as error:  # noqa: BLE001 - nothing was learnt of the artifact, and the record says so
+    except Exception as error:  # noqa: BLE001 - not a fault of the artifact, and recorded as such
         traceback.print_exc()
-        words = " ".join(str(error).split()) or type(error).__name__
-        return ProofRecord(verdict="later", reason=f"not proved: {type(error).__name__}: {words}")
+        message = " ".join(str(error).split()) or type(error).__name__
+        return ProofRecord(verdict="later", reason=f"not proved: {type(error).__name__}: {message}")
 
 
 def prove_artifact(
@@ -102,10 +108,18 @@ def prove_artifact(
     device_index: int | None = None,
     stage: Callable[[StageName], None] = lambda _: None,
 ) -> ProofRecord:
-    """Run an artifact and its piece on the same inputs and compare; `stage` is told of each part before it begins.
+    """Run an artifact and its piece on the same inputs and compare the results.
+
+    Args:
+        data: The artifact's bytes.
+        adaptor: The adaptor that compiled it.
+        graph: The piece.
+        guards: The facts that the compiler relies on beyond the graph's facts.
+        device_index: The index of devices that have none in the graph; None is the current device.
+        stage: Called with the name of each stage before it begins.
 
     Raises:
-        ProofMismatchError: The artifact does not give what the piece gives.
+        ProofMismatchError: The artifact does not compute what the piece computes.
     """
     started = time.perf_counter()
     stage("open")
@@ -113,12 +127,12 @@ def prove_artifact(
         run = open_artifact(data, adaptor, graph, device_index)
     proof = _Proof(run, graph, device_index, stage)
     try:
-        proof.at_the_ends(guards)
-        found = ProofRecord()
+        proof.run(guards)
+        record = ProofRecord()
     except NotRunnableError as error:
-        found = ProofRecord(verdict="later" if error.later else "unknown", reason=f"not proved: {error}")
+        record = ProofRecord(verdict="later" if error.later else "unknown", reason=f"not proved: {error}")
     return structs.replace(
-        found, shapes=tuple(proof.shapes), worst_error=proof.worst_error, secs=time.perf_counter() - started
+        record, shapes=tuple(proof.shapes), worst_error=proof.worst_error, secs=time.perf_counter() - started
     )
 
 
@@ -126,14 +140,13 @@ def open_artifact(data: bytes, adaptor: str, graph: PieceGraph, device_index: in
     """Return an artifact as a callable.
 
     Raises:
-        NoRoomError: Nothing can be opened here, which says nothing of the artifact.
-        ProofMismatchError: It cannot be opened.
+        NoRoomError: No artifact can be opened on this machine.
+        ProofMismatchError: This artifact cannot be opened.
     """
     try:
         if adaptor == AOT_INDUCTOR:
             return open_package(data, graph, device_index=device_index)
-        # what needs Inductor brings it along
-        return get_adaptor(adaptor).load(data, graph)
+        return get_adaptor(adaptor).load(data, graph)  # may import Inductor
     except NoRoomError:
         raise
     except ArtifactError as error:
@@ -141,10 +154,10 @@ def open_artifact(data: bytes, adaptor: str, graph: PieceGraph, device_index: in
 
 
 class _Proof:
-    """One artifact and its piece, run at one size after the other.
+    """The comparison of one artifact with its piece.
 
     Attributes:
-        shapes: Where they gave the same.
+        shapes: The sizes at which the results agreed.
         worst_error: The largest relative error so far.
     """
 
@@ -159,8 +172,8 @@ class _Proof:
         self.shapes: list[Sizes] = []
         self.worst_error = 0.0
 
-    def at_the_ends(self, guards: tuple[str, ...]) -> None:
-        """Run at the smallest sizes and at the largest; where those are too large for the piece, at half of them."""
+    def run(self, guards: tuple[str, ...]) -> None:
+        """Compare at the smallest and the largest sizes; halve the limits if the piece or the memory needs it."""
         limits = limits_of(self._graph)
         for _ in range(_NUM_HALVINGS):
             try:
@@ -170,7 +183,7 @@ class _Proof:
             try:
                 for sizes in wanted:
                     if sizes not in self.shapes:
-                        self._at(sizes)
+                        self._run_at(sizes)
                         self.shapes.append(sizes)
             except NotRunnableError:
                 if not self.shapes:
@@ -185,104 +198,104 @@ class _Proof:
             msg = "there was not enough memory to run the piece"
             raise NotRunnableError(msg, later=True)
 
-    def _at(self, sizes: Sizes) -> None:
+    def _run_at(self, sizes: Sizes) -> None:
         try:
             with torch.no_grad():
                 self._stage("eager")
                 with _one_thread():
-                    given = self._given(sizes)
-                self._synchronise()
+                    eager = self._run_eagerly(sizes)
+                self._synchronize()
                 self._stage("run")
-                inputs = given.drawn.copy().tensors()
-                found = self._run(inputs)
+                inputs = eager.drawn.copy().tensors()
+                outputs = self._run_artifact(inputs)
                 self._stage("eager")
                 with _one_thread():
-                    self._compare(found, inputs, given, sizes)
+                    self._compare(outputs, inputs, eager, sizes)
         except judge.WrongError as error:
             at = ", ".join(f"{name} = {size}" for name, size in sizes.items()) or "the piece's sizes"
             msg = f"the artifact is wrong at {at}: it {error}; {_ADVICE}"
             raise ProofMismatchError(msg, actual=str(error)) from error
 
-    def _function(self, graph: PieceGraph, inputs: _Tensors, *, other: bool = False) -> _Tensors:
-        """Run a graph op by op; what its ops leave open is settled, one way or the other."""
+    def _run_graph(self, graph: PieceGraph, inputs: _Tensors, *, other: bool = False) -> _Tensors:
+        """Run a graph op by op, with undefined results made deterministic (see `Settled`)."""
         settled: AbstractContextManager[object] = Settled(other=other) if self._leaves_open else nullcontext()
         with settled, indices_checked("cuda" if _on_accelerator(graph) else "cpu"):
             return list(piece_function(graph, device_index=self._device_index)(list(inputs)))
 
-    def _given(self, sizes: Sizes) -> _Given:
-        """Run the piece op by op, on the first inputs that it takes and that give no NaN."""
-        first: _Given | None = None
+    def _run_eagerly(self, sizes: Sizes) -> _EagerRun:
+        """Run the piece op by op, on the first inputs that it accepts and that give no NaN."""
+        first: _EagerRun | None = None
         failures: list[Exception] = []
         for style in STYLES:
             try:
                 drawn = draw(self._graph, sizes, device_index=self._device_index, style=style)
                 inputs = drawn.copy().tensors()
-                given = _Given(drawn=drawn, inputs=inputs, outputs=self._function(self._graph, inputs))
-            except Exception as error:  # whatever the user's ops say to drawn values
+                eager = _EagerRun(drawn=drawn, inputs=inputs, outputs=self._run_graph(self._graph, inputs))
+            except Exception as error:  # the user's ops may reject the drawn values
                 if is_out_of_memory(error):
                     raise
                 failures.append(error)
                 continue
-            if not any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in given.outputs):
-                return given
-            first = first or given
+            if not any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in eager.outputs):
+                return eager
+            first = first or eager
         if first is None:
             msg = f"the piece does not run on seeded inputs ({brief(failures[0])})"
             raise NotRunnableError(msg)
         return first
 
-    def _again(self, given: _Given) -> _Tensors:
-        """Return outputs of the piece with what ops leave open settled the other way."""
+    def _run_again(self, eager: _EagerRun) -> _Tensors:
+        """Return the piece's outputs with the other values for undefined results."""
         if not self._leaves_open:
-            return given.outputs
-        return self._function(self._graph, given.drawn.copy().tensors(), other=True)
+            return eager.outputs
+        return self._run_graph(self._graph, eager.drawn.copy().tensors(), other=True)
 
-    def _reference(self, given: _Given) -> tuple[_Tensors, _Tensors] | None:
-        """Return outputs and inputs of the piece in float64; None where it does not run so, or is another one so."""
-        wide, drawn = widened(self._graph), given.drawn.widened()
+    def _reference(self, eager: _EagerRun) -> tuple[_Tensors, _Tensors] | None:
+        """Return outputs and inputs of the piece in float64; None if it does not run or differs in float64."""
+        wide, drawn = widened(self._graph), eager.drawn.widened()
         if wide is None or drawn is None:
             return None
         inputs = drawn.tensors()
         try:
             with _default_dtype(torch.float64):
-                outputs = self._function(wide, inputs)
-        except Exception as error:  # an op that has no float64, say
+                outputs = self._run_graph(wide, inputs)
+        except Exception as error:  # for example, an op without a float64 kernel
             if is_out_of_memory(error):
                 raise
             return None
-        pairs = zip(outputs, given.outputs, strict=True)
-        return (outputs, inputs) if all(_is_near(one, other) for one, other in pairs) else None
+        pairs = zip(outputs, eager.outputs, strict=True)
+        return (outputs, inputs) if all(_is_near(wide, narrow) for wide, narrow in pairs) else None
 
-    def _nearby(self, given: _Given) -> tuple[_Tensors, _Tensors]:
-        """Return outputs and inputs of the piece for floats one rounding away, or what it gave for its own."""
-        inputs = given.drawn.copy().tensors()
+    def _nearby(self, eager: _EagerRun) -> tuple[_Tensors, _Tensors]:
+        """Return outputs and inputs of the piece for inputs one rounding away; if that fails, those of `eager`."""
+        inputs = eager.drawn.copy().tensors()
         for tensor in inputs:
             if tensor.is_floating_point():
-                with suppress(RuntimeError):  # elements that share memory cannot be written to
+                with suppress(RuntimeError):  # tensors whose elements overlap cannot be written to
                     tensor.copy_(rounded(tensor, tensor.dtype))
         try:
-            nearby = self._function(self._graph, inputs)
-        except Exception as error:  # whatever the user's ops say to these numbers
+            nearby = self._run_graph(self._graph, inputs)
+        except Exception as error:  # the user's ops may reject the changed values
             if is_out_of_memory(error):
                 raise
-            return given.outputs, given.inputs
+            return eager.outputs, eager.inputs
         return nearby, inputs
 
-    def _run(self, inputs: _Tensors) -> _Tensors:
+    def _run_artifact(self, inputs: _Tensors) -> _Tensors:
         try:
-            found = list(self._artifact(list(inputs)))
-            self._synchronise()
-        except Exception as error:  # whatever it is, it is what the user would meet
+            outputs = list(self._artifact(list(inputs)))
+            self._synchronize()
+        except Exception as error:  # users would see it too
             if is_out_of_memory(error):
                 raise
             msg = f"fails where the piece runs: {brief(error)}"
             raise judge.WrongError(msg) from error
-        return found
+        return outputs
 
-    def _compare(self, found: _Tensors, inputs: _Tensors, given: _Given, sizes: Sizes) -> None:
+    def _compare(self, found: _Tensors, inputs: _Tensors, given: _EagerRun, sizes: Sizes) -> None:
         judge.check_metas(found, self._graph.results, sizes, self._device_index)
         judge.check_overlaps(found, inputs, given.outputs, given.inputs)
-        again, reference = self._again(given), self._reference(given)
+        again, reference = self._run_again(given), self._reference(given)
         exact = reference or (given.outputs, given.inputs)
         nearby = exact if reference is not None or all(map(same_bytes, found, given.outputs)) else self._nearby(given)
         tolerance = judge.Tolerance.of(
@@ -309,17 +322,18 @@ class _Proof:
                 raise judge.WrongError(msg) from wrong
             self.worst_error = max(self.worst_error, error)
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if _on_accelerator(self._graph) and torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
 
 def limits_of(graph: PieceGraph, *steps: PieceGraph) -> Limits:
-    """Return limits under which a proof of a piece, or of a call of these steps, takes a fraction of a second."""
-    attends = any("attention" in str(node.target) for one in (graph, *steps) for node in one.every_node())
+    """Return limits under which a proof of a piece, or of a call of several steps, takes a fraction of a second."""
+    nodes = (node for piece in (graph, *steps) for node in piece.every_node())
+    attends = any("attention" in str(node.target) for node in nodes)
     if not _on_accelerator(graph):
         return Limits(num_bytes=1 << 20, num_flops=4e8, attends=attends)
-    # an accelerator does not survive an index that is out of range
+    # on an accelerator, an index out of range would make the context unusable
     num_places = index_bound(graph) if writes_by_index(graph) else None
     return Limits(num_bytes=64 << 20, num_flops=2e11, attends=attends, num_places=num_places)
 
@@ -340,7 +354,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch's ops in this thread alone: compilers fill the other cores, and an op would wait for each of them."""
+    """Run torch's ops in one thread, since they would wait for the cores on which compilers run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -350,7 +364,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _is_near(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
-    """Return whether the piece in float64 is the same piece: it may look at its own precision."""
+    """Return whether results in float64 agree roughly; they do not if the piece depends on its precision."""
     if wide.shape != narrow.shape:
         return False
     if not narrow.is_floating_point() or not narrow.numel():
@@ -363,14 +377,14 @@ def _is_near(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one make are equal; NaN is not."""
-    if one.is_floating_point() and one.dtype.itemsize == 1:  # torch compares few of the small floats
+    """Return whether two tensors of the same dtype and shape are equal; NaN is unequal to itself."""
+    if one.is_floating_point() and one.dtype.itemsize == 1:  # torch cannot compare all 8-bit floats
         one, other = one.view(torch.uint8), other.view(torch.uint8)
     return torch.equal(one, other)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory, in whatever words."""
+    """Return whether an error means that memory ran out."""
     text = str(error)
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text

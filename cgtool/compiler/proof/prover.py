@@ -1,4 +1,4 @@
-"""The prover: has one child prove artifacts, and turns its answers and its deaths into records and errors."""
+"""The prover: proves artifacts in a child process, and turns its answers and crashes into records and errors."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from cgtool.processes import ChildEndedError, Children, Ending, format_log
 StageName = Literal["open", "eager", "run"]
 
 _WHERE = {
-    "start": "as it started",
-    "open": "as it opened the artifact",
-    "run": "as it ran the artifact",
-    "eager": "as it ran the piece's ops one by one, which the artifact has no part in",
+    "start": "at start",
+    "open": "while it opened the artifact",
+    "run": "while it ran the artifact",
+    "eager": "while it ran the piece op by op, which does not involve the artifact",
 }
 _STATIC = (
     "The likely cause is a host compiler that links libstdc++ statically: try CXX=/usr/bin/g++, and warm again with an "
     "empty TORCHINDUCTOR_CACHE_DIR."
 )
 _OUTSIDE = (
-    "The code reads or writes outside of its tensors: a miscompiled kernel, or a custom op whose fake implementation "
-    "gives other shapes or strides than its kernel. Compile without the op, or with adaptor 'eager'."
+    "The code reads or writes outside its tensors: a kernel was miscompiled, or the fake implementation of a custom op "
+    "returns other shapes or strides than its kernel. Compile without the op, or with adaptor 'eager'."
 )
 _ILLEGAL = (
-    "The artifact holds instructions that this processor does not have: it, or a kernel in torch's caches, was built "
+    "The artifact has instructions that this processor does not support: it, or a kernel in torch's caches, was built "
     "on or for another CPU. Warm again with an empty TORCHINDUCTOR_CACHE_DIR, on the kind of machine that serves."
 )
-_FULL = "The likely cause is a full disk or memory file system that the artifact lies on: free space."
-_OTHERWISE = "Read the lines below; --no-proof stores artifacts without running them."
-#: What likely ended the child, by the signal and by what it was at; "" is anything else.
+_FULL = "The likely cause is that the artifact's disk or memory file system is full: free space."
+_DEFAULT = "See the log below; --no-proof stores artifacts without running them."
+#: (signal, stage) → the likely cause; the stage "" matches any other.
 _CAUSES = {
     ("SIGSEGV", "open"): _STATIC,
     ("SIGABRT", "open"): _STATIC,
     ("SIGSEGV", "run"): _OUTSIDE,
     ("SIGBUS", "open"): _FULL,
     ("SIGILL", ""): _ILLEGAL,
-    ("SIGKILL", ""): "Free some, or warm with fewer jobs (--jobs).",
+    ("SIGKILL", ""): "Free memory, or warm with fewer jobs (--jobs).",
 }
 
 
 class ProofRequest(Record, frozen=True, kw_only=True):
-    """An artifact to prove; its bytes go beside it."""
+    """An artifact to prove; its bytes are sent beside it."""
 
     adaptor: str
     graph: PieceGraph
-    #: What the compiler relies on beyond the graph's facts.
+    #: The facts that the compiler relies on beyond the graph's facts.
     guards: tuple[str, ...]
     imports: tuple[Provider, ...]
-    #: What a device without an index means; None is the current one.
+    #: The index of devices that have none in the graph; None is the current device.
     device_index: int | None
-    #: What decides what torch's ops give here, and so at load.
+    #: The settings of torch in this process.
     settings: Settings
 
 
 class Stage(Record, frozen=True, kw_only=True):
-    """What the child begins with now."""
+    """The stage that the child begins."""
 
     name: StageName
 
 
 class ProofRecord(Record, frozen=True, kw_only=True):
-    """What was tried, and how near the artifact came.
+    """The result of a proof.
 
     Args:
-        shapes: The sizes of the graph's symbols, once for each run.
-        worst_error: The largest relative error of a tensor against the same piece in float64, as a root of mean
-            squares; 0 where nothing is a float.
-        secs: How long it took, in seconds.
-        verdict: "right": it gave what the piece gives; "wrong": it gave something else; "unknown": the piece cannot be
-            run; "later": nor could it here and now, for want of memory or of a module, say; "no room": nothing can be
-            opened on this machine.
-        reason: Why it is not right, as a sentence.
+        shapes: The sizes of the graph's symbols in each run.
+        worst_error: The largest relative error (root mean square) of any tensor against the same piece in float64; 0
+            if nothing is a float.
+        secs: How long the proof took, in seconds.
+        verdict: "right": the artifact computes what the piece computes; "wrong": it does not; "unknown": the piece
+            itself cannot be run; "later": it could not be run this time, for lack of memory or of a module, say; "no
+            room": no artifact can be opened on this machine.
+        reason: Why the verdict is not "right", as a sentence.
     """
 
     shapes: tuple[dict[str, int], ...] = ()
@@ -86,14 +86,18 @@ class ProofRecord(Record, frozen=True, kw_only=True):
 
     @property
     def proved(self) -> bool:
-        """Whether the artifact ran and gave what it should."""
+        """Whether the artifact ran and computed the right result."""
         return self.verdict == "right"
 
 
 class Prover(Children):
-    """Proves artifacts in one child, which holds torch and cgtool's runtime.
+    """Proves artifacts in one child process, which imports torch and cgtool's runtime.
 
-    Several threads may ask; they are served one at a time.
+    Any thread may call it; the child serves one request at a time.
+
+    Args:
+        timeout_secs: The time limit of one proof; None is no limit.
+        device_index: The index of devices that have none in a graph; None is the current device.
     """
 
     def __init__(self, *, timeout_secs: float | None, device_index: int | None = None) -> None:
@@ -110,14 +114,14 @@ class Prover(Children):
         guards: tuple[str, ...] = (),
         imports: Iterable[Provider] = (),
     ) -> ProofRecord:
-        """Run an artifact on seeded inputs and compare it with the piece, for the smallest and the largest shape.
+        """Run an artifact on seeded inputs and compare it with the piece, at the smallest and the largest sizes.
 
         Returns:
-            What was proved; a record with a reason where the piece itself could not be run.
+            The result; it has a reason if the piece itself could not be run.
 
         Raises:
-            ProofMismatchError: The artifact does not give what the piece gives.
-            ProofCrashError: The child died, did not end in time, or cannot open anything on this machine.
+            ProofMismatchError: The artifact does not compute what the piece computes.
+            ProofCrashError: The child died, timed out, or can open no artifact on this machine.
             ClosedError: The prover was closed.
         """
         request = ProofRequest(
@@ -145,9 +149,9 @@ class Prover(Children):
 
 def _crash(ending: Ending, stage: str, adaptor: str) -> ProofCrashError:
     name = ending.signal_name or ""
-    advice = _CAUSES.get((name, stage)) or _CAUSES.get((name, "")) or _OTHERWISE
+    advice = _CAUSES.get((name, stage)) or _CAUSES.get((name, "")) or _DEFAULT
     if ending.code is None:
-        advice = f"Raise --compile-timeout if the machine is slow. {_OTHERWISE}"
+        advice = f"Raise --compile-timeout if the machine is slow. {_DEFAULT}"
     return ProofCrashError(
         f"The process that proves an artifact of adaptor '{adaptor}' {ending.how} {_WHERE[stage]}. "
         f"{advice}{format_log(ending.log)}",

@@ -1,4 +1,4 @@
-"""A piece in a higher precision: the same graph with every float in float64. Pure data, and what it says of precision.
+"""Rewrites a piece's graph to float64, and answers questions on its precision. Works on data alone.
 
 Must not import torch._dynamo, torch._inductor or sympy.
 """
@@ -14,7 +14,7 @@ from cgtool.plan.pieces import Body, Json, Node, PieceGraph, TensorMeta, with_at
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
-#: A small difference of what they are given can be a large one of what they give.
+#: Discontinuous ops: a small change of an input can be a large change of the result.
 _STEPS = frozenset(
     {
         *("topk", "sort", "argsort", "msort", "argmax", "argmin", "kthvalue", "mode", "median", "max", "min"),
@@ -35,8 +35,8 @@ _METHOD_DTYPES = {
 
 
 def widened(graph: PieceGraph) -> PieceGraph | None:
-    """Return `graph` with float64 for every float; None where it looks at the bytes of a float."""
-    if any(_looks_at_bytes(node) for node in graph.every_node()):
+    """Return `graph` with every float as float64; None if it reinterprets the bytes of a float."""
+    if any(_reinterprets_bytes(node) for node in graph.every_node()):
         return None
     return replace(
         graph,
@@ -47,14 +47,14 @@ def widened(graph: PieceGraph) -> PieceGraph | None:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for every float, complex128 for every complex dtype, and others as they are."""
+    """Return float64 for a float, complex128 for a complex dtype, and any other dtype unchanged."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
 
 
 def eps_of(dtype: torch.dtype) -> float:
-    """Return the precision of a float, 1 for what torch knows none of."""
+    """Return the machine epsilon of a float; 1 if torch does not know it."""
     try:
         return torch.finfo(dtype).eps
     except TypeError:
@@ -62,7 +62,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def lowest_dtype(graph: PieceGraph) -> torch.dtype:
-    """Return the float of the least precision that `graph` holds anywhere; float64 where it holds none."""
+    """Return the least precise float dtype in `graph`; float64 if it has no floats."""
     found = [dtype_of(meta.dtype) for meta in (*graph.inputs, *graph.results)]
     for node in graph.every_node():
         found += _dtypes_in(node)
@@ -73,7 +73,7 @@ def lowest_dtype(graph: PieceGraph) -> torch.dtype:
 
 
 def takes_steps(graph: PieceGraph) -> bool:
-    """Return whether floats decide something in `graph`: then a rounding may change a result by more than itself."""
+    """Return whether floats enter a discontinuous op in `graph`, so that rounding may be amplified."""
     dtypes = [dtype_of(meta.dtype) for meta in graph.inputs]
     floating = {f"%{n}" for n, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex}
     for index, node in enumerate(graph.nodes):
@@ -90,17 +90,17 @@ def takes_steps(graph: PieceGraph) -> bool:
 
 
 def leaves_open(graph: PieceGraph) -> bool:
-    """Return whether ops of `graph` may give something else each time: uninitialised memory, the order of equals."""
+    """Return whether results of `graph` are undefined in part: uninitialized memory, or the order of equal elements."""
     return sorts(graph) or any(short_name(node) in _ALLOCATING for node in graph.every_node())
 
 
 def sorts(graph: PieceGraph) -> bool:
-    """Return whether `graph` sorts: what is equal may then come in any order."""
+    """Return whether `graph` sorts, in which case equal elements may come in any order."""
     return any(short_name(node) in _SORTING for node in graph.every_node())
 
 
 def short_name(node: Node) -> str:
-    """Return what a node's op is called, without its library and its underscores."""
+    """Return the name of a node's op without its library and underscores."""
     target = str(node.target)
     parts = target.removeprefix("torch.ops.aten.").split(".")
     return (parts[0] if target.startswith("torch.ops.aten.") else parts[-1]).strip("_")
@@ -110,7 +110,7 @@ def _wide_meta(meta: TensorMeta) -> TensorMeta:
     return replace(meta, dtype=dtype_text(wide_dtype(dtype_of(meta.dtype))))
 
 
-def _looks_at_bytes(node: Node) -> bool:
+def _reinterprets_bytes(node: Node) -> bool:
     target = str(node.target)
     is_view = (node.kind == "method" and target == "view") or target.endswith(".view.dtype") or target == "torch.view"
     return is_view and bool(_dtypes_in(node))
@@ -138,7 +138,7 @@ def _wide_atom(tag: str, body: Json) -> Json:
 
 
 def _dtypes_in(node: Node) -> list[torch.dtype]:
-    """Return the dtypes that a node names, and those of its constants that are floats."""
+    """Return the dtypes among a node's arguments, and those of its float constants."""
     found = []
     for tag, body in node.atoms():
         if tag == "dtype":

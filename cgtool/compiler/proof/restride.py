@@ -1,6 +1,7 @@
-"""Outputs of a model that eager lays out otherwise than the trace promised: a last step gives them eager's strides.
+"""Restores eager's strides for outputs of a model that eager lays out differently from the trace.
 
-Pieces give what the trace promises, for the next piece was compiled for that. What leaves the model is for its user.
+Pieces return the strides that the trace promises, because the next piece was compiled for them. But the model's outputs
+should have eager's strides, so a last step copies them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from cgtool.plan.records import Plan, Step, Variant
 from cgtool.runtime.call_guards import with_sizes_from_data
 from cgtool.runtime.generate import Code, template_needs, template_source
 
-#: Dimensions of a tensor, the outermost in memory first.
+#: The dimensions of a tensor, outermost in memory first.
 Order = tuple[int, ...]
 
 
 def order_of(tensor: torch.Tensor) -> Order | None:
-    """Return how a tensor lies in memory; None where it has gaps or shows an element twice.
+    """Return the order of a tensor's dimensions in memory; None if it is not dense.
 
-    Dimensions of size 1, whose strides say nothing, come first.
+    Dimensions of size 1, whose strides do not matter, come first.
     """
     sizes, strides = tensor.shape, tensor.stride()
     order = tuple(sorted(range(len(sizes)), key=lambda dim: (sizes[dim] != 1, -strides[dim])))
@@ -37,7 +38,7 @@ def order_of(tensor: torch.Tensor) -> Order | None:
 
 
 def with_restrides(plan: Plan, restrides: Sequence[Mapping[str, Order]]) -> Plan:
-    """Return a plan whose variants lay out their outputs, by the names of `leaves_of`, as eager does."""
+    """Return a plan whose variants restride their outputs, which are named as by `leaves_of`."""
     graphs, variants = dict(plan.graphs), []
     for variant, orders in zip(plan.variants, restrides, strict=True):
         values = _values_of_leaves(variant) if orders else {}
@@ -48,7 +49,7 @@ def with_restrides(plan: Plan, restrides: Sequence[Mapping[str, Order]]) -> Plan
 
 
 def _values_of_leaves(variant: Variant) -> dict[str, int]:
-    """Return the value id of each output that is a tensor, by its name."""
+    """Return the value id of each tensor output, by its name."""
     symbols = with_sizes_from_data(variant, tuple(symbol.name for symbol in variant.symbols))
     code = Code("leaves")
     marks = {value: torch.empty(0) for value in template_needs(variant.output, symbols)[0] if type(value) is int}

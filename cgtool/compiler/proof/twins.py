@@ -1,7 +1,7 @@
-"""A model's tensors and the arguments of a call, once more: real ones copied, seeded numbers where they are fake.
+"""Twins of a model's tensors and of a call's arguments: copies of real tensors, seeded numbers for fake ones.
 
-A model is run with them in their places; each run begins with what its modules held at first. What shares memory in the
-model shares it here, too.
+The model runs with the twins in place of its own tensors, and each run starts from the original state of its modules.
+Tensors that share memory in the model have twins that share memory.
 """
 
 from __future__ import annotations
@@ -22,25 +22,31 @@ from cgtool.graph.values import tensor_meta
 from cgtool.guards.sources import PARTS
 from cgtool.trace.local_tensors import LOCAL
 
-#: Parameters are copied for each run where they come to less; a forward that writes to one is rare.
+#: Parameters are copied for each run if they are smaller than this in total; a forward that writes to one is rare.
 _SMALL_BYTES = 64 << 20
-#: How far a value is looked into.
+#: The depth to which values are traversed.
 _MAX_DEPTH = 8
 
 
 class Twins:
-    """Tensors to run a model with, one for each of its own; what is fake is drawn, integers below `bound`."""
+    """Tensors to run a model with, one for each of its own.
+
+    Args:
+        module: The model.
+        style: How numbers for fake tensors are drawn.
+        bound: The exclusive upper bound of drawn integers.
+    """
 
     def __init__(self, module: nn.Module, *, style: Style, bound: int) -> None:
         self._module = module
         self._style = style
         self._bound = bound
         self._places = list(_places(module))
-        #: All that its modules hold, and what they held at first: a call may keep what it computed.
+        #: Each container of the modules with its original content, since a call may store results in it.
         self._held = [(holder, copy.copy(holder)) for _, holder in _holders(module)]
         self._own = [holder[key] for _, holder, key in self._places]
         number_of = {id(tensor): number for number, tensor in enumerate(self._own)}
-        #: Where a weak reference to one of the tensors stands, as LSTMs have them, and to which.
+        #: Weak references to the tensors, as LSTMs have them: container, key, and the tensor's number.
         self._weak = [
             (holder, key, number_of[id(value())])
             for holder, then in self._held
@@ -63,18 +69,18 @@ class Twins:
         self._put(self._own)
 
     def renew(self) -> None:
-        """Give the model its tensors as they were at first."""
+        """Restore the model's original state with fresh twins of all tensors that a run may write to."""
         copies: dict[int, torch.Tensor] = {}
         self._put(self._twins_of(self._base, lambda tensor: self._copy(tensor, copies)))
 
     def written(self) -> dict[str, Any]:
-        """Return what a run may have written to or left in the model, by name."""
+        """Return the tensors of the model that a run may have written to or stored there, by name."""
         as_they_were = {id(tensor) for tensor in self._base if storage_id(tensor) not in self._written}
         held = ((name, holder[key]) for name, holder, key in _places(self._module))
         return {name: tensor for name, tensor in held if id(tensor) not in as_they_were}
 
     def perturb(self, dtype: torch.dtype, most_bytes: int) -> None:
-        """Change each float of the model by one rounding of `dtype`, up or down, in as many bytes as are allowed."""
+        """Change each float of the model by one rounding of `dtype`, up or down, for up to `most_bytes` of tensors."""
         spent = 0
 
         def perturbed(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,10 +94,10 @@ class Twins:
         self._put(self._twins_of([holder[key] for _, holder, key in self._places], perturbed))
 
     def arguments(self, given: Any) -> Any:
-        """Return a copy of a call's arguments, drawn where they are fake; modules of the model are what they are."""
+        """Return a copy of a call's arguments, with drawn tensors for fake ones; the model's modules are not copied."""
         memo: dict[int, Any] = dict(self._modules)
         drawn: dict[int, torch.Tensor] = {}
-        kept = [tensor for _, tensor in tensors_of(given, "")]  # held, so that ids stay theirs
+        kept = [tensor for _, tensor in tensors_of(given, "")]  # keeps the tensors alive, so that ids stay valid
         for tensor in kept:
             if is_fake(tensor):
                 memo[id(tensor)] = self._real(tensor, drawn)
@@ -111,7 +117,7 @@ class Twins:
     def _twins_of(
         self, tensors: list[torch.Tensor], twin: Callable[[torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return a twin of each; what is one tensor stays one."""
+        """Return a twin of each tensor; the same tensor gets the same twin."""
         memo: dict[int, torch.Tensor] = {}
         for tensor in tensors:
             if id(tensor) not in memo:
@@ -142,7 +148,10 @@ class Twins:
 
 
 def over_same_memory(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return what stands for each tensor of a model, by id, in a copy of it: itself, or a DTensor over its own."""
+    """Return a memo for `copy.deepcopy` with which a copy of a model shares its memory.
+
+    It maps the id of each tensor to the tensor itself, and of each DTensor to a new one over the same local tensor.
+    """
     found = {}
     for _, holder, key in _places(module):
         own = holder.owner if isinstance(holder, _Shard) else holder[key]
@@ -151,25 +160,25 @@ def over_same_memory(module: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def num_fake_bytes(module: nn.Module) -> int:
-    """Return how much memory what is fake of a model would take."""
+    """Return how much memory a model's fake tensors would take."""
     tensors = [holder[key] for _, holder, key in _places(module)]
     return sum({storage_id(t): int(t.untyped_storage().nbytes()) for t in tensors if is_fake(t)}.values())
 
 
 def like(own: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return `data` as a parameter where `own` is one."""
+    """Return `data`, as a parameter if `own` is one."""
     return nn.Parameter(data, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else data
 
 
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a value by their names; modules are not looked into."""
+    """Yield the tensors in a value with their names; modules are not traversed."""
     for place, leaf in leaves_of(value, name):
         if isinstance(leaf, torch.Tensor):
             yield place, leaf
 
 
 def leaves_of(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield what a value holds that is no container, by names such as `output["logits"]`."""
+    """Yield the leaves of a nested value with names such as `output["logits"]`."""
     parts = _parts_of(value, name) if depth < _MAX_DEPTH else None
     if parts is None:
         yield name, value
@@ -194,7 +203,7 @@ def _parts_of(value: Any, name: str) -> list[tuple[str, Any]] | None:
 
 
 class _Shard:
-    """Where a DTensor holds what this rank has of it, as a dict would."""
+    """A DTensor's local tensor behind the interface of a dict."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -213,7 +222,7 @@ def _is_parameter(place: tuple[str, Any, Any]) -> bool:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where the modules of a model hold plain tensors: a name, the dict, list or DTensor, and the key in it."""
+    """Yield each plain tensor in a model's modules: its name, its container (dict, list or shard), and its key."""
     for path, holder in _holders(module):
         for key, value in enumerate(holder) if isinstance(holder, list) else holder.items():
             if _is_plain(value):
@@ -222,16 +231,16 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _holders(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the dicts and lists that the modules of a model hold things in, by their names."""
+    """Yield the dicts and lists in a model's modules, with their names."""
     for path, child in module.named_modules():
-        for held in (child._parameters, child._buffers, vars(child)):  # noqa: SLF001 - nothing of the model's own runs
+        for held in (child._parameters, child._buffers, vars(child)):  # noqa: SLF001 - bypasses overridden attributes
             yield path, held
         for key, value in vars(child).items():
             yield from _containers(f"{path}.{key}".lstrip("."), key, value)
 
 
 def _containers(name: str, key: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the lists and dicts in an attribute of a module, save for those that are torch's own."""
+    """Yield the nested lists and dicts in an attribute of a module, except torch's own."""
     if type(value) not in {list, dict} or key in PARTS:
         return
     yield name, value
@@ -245,7 +254,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _view(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Return what lies in `flat` where `tensor` lies in its own storage."""
+    """Return a view of `flat` with the same layout as `tensor` in its storage."""
     storage = flat.untyped_storage()
     shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     data = torch.empty(0, dtype=tensor.dtype, device=flat.device)

@@ -121,7 +121,7 @@ def without_a_write(variant):
     return replace(variant, steps=tuple(steps))
 
 
-def test_a_call_that_gives_what_the_model_gives_is_published_with_the_sizes_it_was_proved_at(spec, tmp_path):
+def test_a_correct_entry_is_published_with_the_sizes_it_was_proved_at(spec, tmp_path):
     result = warm(spec, config=CONFIG, cache_dir=tmp_path)
     general, one = result.manifest.variants
     assert [sizes["rows"] for sizes in general.proved_at][:2] == [4, 2]
@@ -139,7 +139,7 @@ def test_a_call_that_gives_what_the_model_gives_is_published_with_the_sizes_it_w
         pytest.param(without_a_write, "bank is ", id="dropped write"),
     ],
 )
-def test_a_wrong_plan_is_refused_with_what_differs_and_nothing_is_published(spec, tmp_path, monkeypatch, change, words):
+def test_a_wrong_plan_is_refused_with_the_difference_and_not_published(spec, tmp_path, monkeypatch, change, words):
     mutated(monkeypatch, each_variant(change))
     with pytest.raises(CallMismatchError, match=words) as raised:
         warm(spec, config=CONFIG, cache_dir=tmp_path)
@@ -166,7 +166,7 @@ def test_a_wrong_restride_is_refused(spec, tmp_path, monkeypatch):
         warm(spec, config=CONFIG, cache_dir=tmp_path)
 
 
-def test_an_output_that_eager_lays_out_otherwise_than_the_trace_said_is_laid_out_so(spec, tmp_path):
+def test_outputs_have_eager_strides_even_if_the_trace_has_others(spec, tmp_path):
     warm(spec, config=CONFIG, cache_dir=tmp_path)
     loaded = cgtool.load(spec.module, cache_dir=tmp_path)
     for rows in (1, 2, 5):
@@ -187,7 +187,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("what", VIEWS)
-def test_an_output_that_shares_memory_otherwise_than_eagers_is_refused(tmp_path, monkeypatch, what):
+def test_an_output_with_different_aliasing_from_eager_is_refused(tmp_path, monkeypatch, what):
     forward, change = VIEWS[what]
     warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path / "right")
     run = program.ProgramWriter.function
@@ -196,7 +196,7 @@ def test_an_output_that_shares_memory_otherwise_than_eagers_is_refused(tmp_path,
         warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path / "wrong")
 
 
-def test_a_write_to_an_argument_that_is_lost_is_refused(tmp_path, monkeypatch):
+def test_a_lost_write_to_an_argument_is_refused(tmp_path, monkeypatch):
     def forward(self, x, out):
         out.copy_(x + 1)
         return x * 2
@@ -212,7 +212,7 @@ def test_a_write_to_an_argument_that_is_lost_is_refused(tmp_path, monkeypatch):
         warm(of(forward, torch.ones(3), torch.zeros(3)), config=CONFIG, cache_dir=tmp_path)
 
 
-def test_a_model_that_asks_whether_it_is_compiled_is_refused_with_that_reason(tmp_path):
+def test_a_model_that_checks_is_compiling_is_refused_with_that_reason(tmp_path):
     def forward(self, x):
         return x + 1 if torch.compiler.is_compiling() else x - 1
 
@@ -222,7 +222,7 @@ def test_a_model_that_asks_whether_it_is_compiled_is_refused_with_that_reason(tm
     assert unproved.manifest.variants[0].proved_at == ()
 
 
-def test_random_numbers_are_those_that_eager_draws_from_the_same_seed(tmp_path):
+def test_random_numbers_match_eager_for_the_same_seed(tmp_path):
     def forward(self, x):
         return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)
 
@@ -232,7 +232,7 @@ def test_random_numbers_are_those_that_eager_draws_from_the_same_seed(tmp_path):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_memory_that_nobody_wrote_to_is_not_compared(tmp_path):
+def test_uninitialized_memory_is_not_compared(tmp_path):
     def forward(self, x):
         out = torch.empty(2, *x.shape)
         out[0] = x
@@ -242,7 +242,7 @@ def test_memory_that_nobody_wrote_to_is_not_compared(tmp_path):
     assert result.manifest.variants[0].proved_at == ({},)
 
 
-def test_what_the_model_itself_does_not_run_is_said_and_stored(tmp_path):
+def test_a_model_that_does_not_run_eagerly_is_noted_and_stored(tmp_path):
     def forward(self, x):
         if not torch.compiler.is_compiling():
             raise ValueError("only compiled")
@@ -255,7 +255,7 @@ def test_what_the_model_itself_does_not_run_is_said_and_stored(tmp_path):
     assert result.notes == (f"The whole call of variant default was {gap}",)
 
 
-def test_a_model_that_a_copy_of_the_process_cannot_run_is_called_in_this_one(tmp_path):
+def test_a_model_that_cannot_run_in_a_fork_is_called_in_this_process(tmp_path):
     """A torch that knows CUDA computes no gradients in a fork of a process that computed some, as a trace does."""
     here = os.getpid()
 
@@ -269,7 +269,7 @@ def test_a_model_that_a_copy_of_the_process_cannot_run_is_called_in_this_one(tmp
     assert result.notes == ()
 
 
-def test_a_crash_of_what_was_compiled_is_an_error_and_one_of_the_model_a_gap(spec, tmp_path, monkeypatch):
+def test_a_crash_of_compiled_code_is_an_error_and_a_crash_of_the_model_a_gap(spec, tmp_path, monkeypatch):
     def crash(*_args, **_kwargs):
         os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -287,7 +287,7 @@ def test_a_crash_of_what_was_compiled_is_an_error_and_one_of_the_model_a_gap(spe
     assert "crashed with SIGSEGV as it ran the model itself" in note
 
 
-def test_one_that_never_ends_is_given_up(tmp_path, monkeypatch):
+def test_a_call_that_never_returns_is_abandoned(tmp_path, monkeypatch):
     def forward(self, x):
         while not torch.compiler.is_compiling():
             pass
@@ -351,7 +351,7 @@ def test_the_model_keeps_its_tensors_and_their_values(spec, tmp_path, request, h
     assert all(map(torch.equal, given, spec.calls[0].args))
 
 
-def test_what_a_call_keeps_is_gone_at_the_next(tmp_path):
+def test_state_that_a_call_leaves_is_reset_before_the_next(tmp_path):
     layer = torch.nn.GRU(
         4, 4
     ).eval()  # has weak references to its weights, and keeps a new list of them when they change
@@ -363,7 +363,7 @@ def test_what_a_call_keeps_is_gone_at_the_next(tmp_path):
     assert result.manifest.variants[0].proved_at == ({},)
 
 
-def test_fake_weights_are_drawn_and_what_is_tied_or_shares_memory_still_does(tmp_path):
+def test_drawn_weights_stay_tied_and_share_memory_as_in_the_model(tmp_path):
     from cgtool.models import resolve_model
 
     path = tmp_path / "tied.py"
@@ -387,19 +387,19 @@ def test_fake_weights_are_drawn_and_what_is_tied_or_shares_memory_still_does(tmp
     assert len(result.manifest.variants[0].proved_at) == 3
 
 
-def test_a_whole_call_beyond_the_memory_there_is_is_not_made(spec, tmp_path, monkeypatch):
+def test_a_call_that_needs_more_memory_than_there_is_is_not_made(spec, tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "num_fake_bytes", lambda _: 10**15)
     (note,) = warm(spec, config=CONFIG, cache_dir=tmp_path).notes
     assert "there is no room to draw 1000000.0 GB (--weights real runs it with them)" in note
 
 
-def test_what_was_compiled_for_a_size_is_called_at_that_size(spec, tmp_path):
+def test_a_compiled_size_is_proved_at_that_size(spec, tmp_path):
     result = warm(spec, config=CONFIG.replace(compile_sizes=(6,)), cache_dir=tmp_path)
     assert {"rows": 6} in result.manifest.variants[0].proved_at
 
 
 @pytest.mark.slow
-def test_an_op_of_a_script_whose_fake_gives_other_strides_is_noticed_where_no_piece_can_be_proved(tmp_path):
+def test_wrong_fake_strides_of_an_op_in_a_script_are_detected_by_the_whole_call(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import cgtool, torch\n"
@@ -426,7 +426,7 @@ def test_an_op_of_a_script_whose_fake_gives_other_strides_is_noticed_where_no_pi
     assert "other shapes or strides than its kernel: of_a_script" in ran.stderr
 
 
-def test_what_is_added_to_an_entry_is_called_before_it_is_named(spec, tmp_path, monkeypatch):
+def test_added_artifacts_are_proved_before_the_manifest_names_them(spec, tmp_path, monkeypatch):
     first = warm(spec, config=CONFIG, cache_dir=tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(LoadedModel, "attempt", lambda *_, **__: (torch.zeros(()), torch.zeros(())))
@@ -438,15 +438,15 @@ def test_what_is_added_to_an_entry_is_called_before_it_is_named(spec, tmp_path, 
     assert {"rows": 6} in added.manifest.variants[0].proved_at
 
 
-def test_a_later_warm_makes_up_for_a_proof_that_was_left_out(spec, tmp_path):
+def test_a_later_warm_adds_a_skipped_proof(spec, tmp_path):
     warm(spec, config=CONFIG.replace(proof=False), cache_dir=tmp_path)
     result = warm(spec, config=CONFIG, cache_dir=tmp_path)
-    assert result.reasons == ("2 variants were not called beside the model itself yet",)
+    assert result.reasons == ("2 variants have not been compared with the model yet",)
     assert all(variant.proved_at for variant in result.manifest.variants)
     assert warm(spec, config=CONFIG, cache_dir=tmp_path).hit
 
 
-def test_roundings_are_no_difference():
+def test_rounded_changes_each_number_by_one_rounding():
     own = torch.linspace(-3, 3, 1000)
     moved = beside.rounded(own, torch.float32)
     assert not torch.equal(moved, own)
@@ -469,7 +469,7 @@ def test_roundings_are_no_difference():
         (lambda x, index: x[0, 0].gather(0, index[0]), [0], [[1]]),
     ],
 )
-def test_an_index_out_of_range_is_an_error_before_a_gpu_sees_it(run, fits, wrong):
+def test_an_index_out_of_range_raises_before_a_gpu_sees_it(run, fits, wrong):
     x = torch.ones(4, 2)
     with indices_checked("cuda"):
         run(x, torch.tensor(fits))

@@ -32,7 +32,7 @@ def prove(prover, word, piece=PIECE):
     return prover.prove(json.dumps(word).encode(), adaptor="double", graph=piece, imports=IMPORTS)
 
 
-def test_a_mismatch_is_told_and_the_child_goes_on(prover):
+def test_a_mismatch_raises_and_the_child_survives(prover):
     record = prove(prover, "right")
     assert record.proved
     assert record.shapes[0] == {"s0": 2}
@@ -49,29 +49,29 @@ def test_a_mismatch_is_told_and_the_child_goes_on(prover):
         pytest.param(
             "SIGSEGV",
             "SIGSEGV",
-            "SIGSEGV as it opened.*statically.*CXX=/usr/bin/g",
+            "SIGSEGV while it opened.*statically.*CXX=/usr/bin/g",
             id="SIGSEGV at open",
             marks=pytest.mark.slow,  # as a real package does it in test_proof_packages.py
         ),
-        pytest.param("late SIGSEGV", "SIGSEGV", "as it ran the artifact.*outside of its tensors", id="SIGSEGV at run"),
+        pytest.param("late SIGSEGV", "SIGSEGV", "while it ran the artifact.*outside its tensors", id="SIGSEGV at run"),
         pytest.param("SIGKILL", "SIGKILL", "because memory ran out.*--jobs", id="SIGKILL"),
         pytest.param("exit", None, "exit code 7(.|\n)*some last words", id="exit"),
     ],
 )
-def test_a_death_is_named(prover, word, name, said):
+def test_a_crash_of_the_child_is_named(prover, word, name, said):
     with pytest.raises(ProofCrashError, match=said) as caught:
         prove(prover, word)
     assert caught.value.signal_name == name
 
 
-def test_a_proof_that_does_not_end_is_ended():
+def test_a_proof_that_hangs_times_out():
     with Prover(timeout_secs=2) as prover:
         assert prove(prover, "right").proved
-        with pytest.raises(ProofCrashError, match=r"took longer than 2 s.*as it opened.*--compile-timeout"):
+        with pytest.raises(ProofCrashError, match=r"took longer than 2 s.*while it opened.*--compile-timeout"):
             prove(prover, "sleep")
 
 
-def test_an_import_that_fails_proves_nothing_and_says_so(prover):
+def test_a_failed_import_is_reported_as_unproved(prover):
     record = prover.prove(b"{}", adaptor="eager", graph=PIECE, imports=(Provider(module="no_such_ops"),))
     assert record.verdict == "later"
     assert "no_such_ops" in record.reason
@@ -93,7 +93,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") 
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_thread_that_asks_too_late_starts_no_other_process():
+def test_a_closed_prover_starts_no_process():
     with Prover(timeout_secs=120) as late:
         pass
     with pytest.raises(ClosedError):

@@ -52,19 +52,19 @@ def drawn(piece, sizes=None):
         pytest.param([call("_operator.add", "%0", "%0"), call("_operator.getitem", "%1", "%2")], id="twice"),
     ],
 )
-def test_whatever_takes_an_index_runs_on_what_is_drawn(nodes):
+def test_ops_that_take_an_index_run_on_drawn_integers(nodes):
     piece = with_results(graph([INDEX, TABLE], nodes, [f"%{len(nodes) + 1}"]))
     record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
     assert record.proved, record.reason
     assert record.shapes[-1]["s0"] > 1000
 
 
-def test_an_index_lies_below_the_smallest_size_of_a_matrix():
+def test_integers_lie_below_the_smallest_size_of_a_matrix():
     piece = graph([INDEX, TABLE], [call("torch.nn.functional.embedding", "%0", "%1")], ["%2"])
     assert sorted(set(drawn(piece).tensors()[0].tolist())) == [0, 1, 2, 3]
 
 
-def test_places_that_are_written_to_differ():
+def test_written_indices_are_distinct():
     piece = graph(
         [INDEX, tensor(500, 4), tensor("s0", 4)],
         [call("_operator.setitem", "%1", "%0", "%2")],
@@ -75,7 +75,7 @@ def test_places_that_are_written_to_differ():
     assert len(index.unique()) == 300
 
 
-def test_what_writes_by_index_is_proved_as_far_as_there_are_places():
+def test_a_write_by_index_is_proved_up_to_the_size_of_its_target():
     piece = graph([INDEX, tensor(500, 4), tensor("s0", 4)], [call("_operator.setitem", "%1", "%0", "%2")], ["%0"])
     piece = with_results(piece)
     record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
@@ -83,7 +83,7 @@ def test_what_writes_by_index_is_proved_as_far_as_there_are_places():
     assert 200 < record.shapes[-1]["s0"] <= 500
 
 
-def test_scattered_places_differ_along_their_dimension():
+def test_scattered_indices_are_distinct_along_their_dimension():
     piece = graph(
         [tensor("s0", 6, dtype="int64"), tensor("s0", 9), tensor("s0", 6)],
         [method("scatter", "%1", 1, "%0", "%2")],
@@ -119,7 +119,7 @@ def test_inputs_have_the_strides_and_storages_of_the_graph():
     assert torch.equal(wide[1], second.double())
 
 
-def test_inputs_are_the_same_every_time_and_differ_between_sizes():
+def test_inputs_are_reproducible_and_differ_between_sizes():
     piece = graph([tensor("s0", 8), tensor("s0", dtype="bool")], [], ["%0"])
     first, again, other = (drawn(piece, {"s0": n}).tensors() for n in (9, 9, 10))
     assert torch.equal(first[0], again[0])
@@ -157,14 +157,14 @@ def test_sizes_satisfy_facts_and_guards():
     assert pairs[-1][1] > 600
 
 
-def test_a_limit_is_reached_where_another_size_has_none():
+def test_a_bounded_size_reaches_its_bound_beside_an_unbounded_one():
     found = shapes([tensor("s0", "s1", 8)], (("s0", 2, None), ("s1", 2, 512)))
     assert found[0] == (2, 2)
     assert found[1][1] == 512
     assert found[1][0] > 30
 
 
-def test_empty_tensors_are_not_all_that_is_tried():
+def test_a_proof_does_not_only_use_empty_tensors():
     assert shapes([tensor("s0", 8)], (("s0", 0, 400),)) == [(0,), (67,), (400,)]
     assert shapes([tensor("s0", 8)], (("s0", 0, 40),)) == [(0,), (40,)]
 
@@ -174,7 +174,7 @@ def test_large_weights_keep_the_largest_size_small():
     assert 12 <= found[-1][0] <= 67
 
 
-def test_rows_that_are_compared_with_each_other_keep_the_largest_size_small():
+def test_attention_keeps_the_largest_size_small():
     compared = graph([tensor("s0", 8)], [call("torch._C._nn.scaled_dot_product_attention", "%0", "%0", "%0")], ["%1"])
     (_, apart), (_, largest) = (
         [sizes["s0"] for sizes in sizes_to_prove(piece, (), limits_of(piece))]
@@ -186,7 +186,7 @@ def test_rows_that_are_compared_with_each_other_keep_the_largest_size_small():
     ] == largest
 
 
-def test_what_ops_leave_open_is_settled_in_two_ways():
+def test_uninitialized_memory_is_filled_with_two_different_values():
     piece = graph([tensor("s0", 8)], [call("torch.empty_like", "%0"), call("torch.add", "%0", "%1")], ["%2", "%1"])
     assert leaves_open(piece)
     assert not leaves_open(graph([tensor("s0", 8)], [call("torch.sin", "%0")], ["%1"]))
@@ -200,7 +200,7 @@ def test_what_ops_leave_open_is_settled_in_two_ways():
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize("sort", [torch.sort, torch.Tensor.argsort])
-def test_equals_are_sorted_in_two_orders_that_share_no_place(sort, dim, descending):
+def test_equal_elements_are_sorted_in_two_orders_without_a_common_place(sort, dim, descending):
     values = torch.tensor([[3, 1, 3], [1, 1, 2], [3, 2, 2], [1, 0, 3], [2, 1, 3]])
     found = []
     for other in (False, True):
@@ -215,7 +215,7 @@ def test_equals_are_sorted_in_two_orders_that_share_no_place(sort, dim, descendi
     assert torch.equal((found[0] != found[1]).movedim(dim, 0), several)
 
 
-def test_what_ops_leave_open_is_more_than_roundings():
+def test_left_open_ignores_rounding():
     one = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
     assert left_open(one, one * (1 + 1e-7)) is None
     assert left_open(one, one + torch.tensor([0.0, 1e-3, 0.0, 0.0])).tolist() == [False, True, False, False]
@@ -224,7 +224,7 @@ def test_what_ops_leave_open_is_more_than_roundings():
     assert left_open(narrow, narrow.clone()) is None
 
 
-def test_where_a_piece_sorts_rows_are_open_as_a_whole_and_at_the_least_difference():
+def test_left_open_covers_whole_rows_if_the_piece_sorts():
     rows, others = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])
     assert left_open(rows, others).tolist() == [[False, False], [False, True]]
     assert left_open(rows, others, sorts=True).tolist() == [[False, False], [True, True]]
@@ -233,7 +233,7 @@ def test_where_a_piece_sorts_rows_are_open_as_a_whole_and_at_the_least_differenc
     assert left_open(one, turned, sorts=True).tolist() == [True, True, True, False, False]
 
 
-def test_of_two_right_answers_the_one_further_from_the_exact_one_is_eagers_error():
+def test_farther_selects_the_result_with_the_larger_error():
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     one, other = torch.tensor([1.0, 2.1]), torch.tensor([1.2, 2.0])
     torch.testing.assert_close(farther(one, other, exact), torch.tensor([1.2, 2.1]))
@@ -242,7 +242,7 @@ def test_of_two_right_answers_the_one_further_from_the_exact_one_is_eagers_error
     assert farther(torch.tensor([1]), torch.tensor([2]), exact).tolist() == [1]
 
 
-def test_a_graph_in_float64_has_no_other_float():
+def test_a_widened_graph_has_no_float_but_float64():
     piece = graph(
         [tensor("s0", 8, dtype="bfloat16"), tensor(8, 8)],
         [
@@ -263,7 +263,7 @@ def test_a_graph_in_float64_has_no_other_float():
     assert widened(graph([tensor("s0", 8)], [method("view", "%0", {"dtype": "int32"})], ["%1"])) is None
 
 
-def test_only_floats_that_decide_take_steps():
+def test_only_floats_in_discontinuous_ops_take_steps():
     mask = [call("torch.gt", "%0", 0), call("torch.where", "%1", "%0", 0)]
     assert takes_steps(graph([tensor("s0", 8)], mask, ["%2"]))
     assert not takes_steps(graph([INDEX], mask, ["%2"]))

@@ -48,39 +48,39 @@ def package_of(tmp_path, source):
         pytest.param(
             "static void go(void) __attribute__((constructor)); static void go(void) { *(volatile int *)0 = 1; }",
             "SIGSEGV",
-            "crashed with SIGSEGV as it opened the artifact.*libstdc.. statically: try CXX=/usr/bin/g",
+            "crashed with SIGSEGV while it opened the artifact.*libstdc.. statically: try CXX=/usr/bin/g",
             id="SIGSEGV",
         ),
         pytest.param(
             'static void go(void) __attribute__((constructor)); static void go(void) { __asm__("ud2"); }',
             "SIGILL",
-            "crashed with SIGILL as it opened the artifact.*built on or for another CPU",
+            "crashed with SIGILL while it opened the artifact.*built on or for another CPU",
             id="SIGILL",
         ),
         pytest.param(
             "#include <stdlib.h>\nstatic void go(void) __attribute__((constructor)); static void go(void) { abort(); }",
             "SIGABRT",
-            "crashed with SIGABRT as it opened the artifact",
+            "crashed with SIGABRT while it opened the artifact",
             id="SIGABRT",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_native_code_that_kills_who_opens_it_is_named(prover, tmp_path, source, name, said):
+def test_native_code_that_crashes_when_opened_is_named(prover, tmp_path, source, name, said):
     with pytest.raises(ProofCrashError, match=said) as caught:
         prover.prove(package_of(tmp_path, source), adaptor="aot_inductor", graph=PIECE)
     assert caught.value.signal_name == name
     assert "Fatal Python error" in str(caught.value)
 
 
-def test_native_code_that_is_no_package_is_a_mismatch(prover, tmp_path):
+def test_native_code_without_a_model_is_a_mismatch(prover, tmp_path):
     with pytest.raises(ProofMismatchError, match="cannot be opened"):
         prover.prove(package_of(tmp_path, "int nothing;"), adaptor="aot_inductor", graph=PIECE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adaptor", ["aot_inductor", "inductor_standalone"])
-def test_what_a_compiler_made_passes_and_that_of_another_piece_does_not(prover, adaptor):
+def test_a_compiled_artifact_passes_for_its_piece_only(prover, adaptor):
     compiled = get_adaptor(adaptor).compile(PIECE, options={})
     record = prover.prove(compiled.artifact, adaptor=adaptor, graph=PIECE, guards=compiled.guards)
     assert record.proved
@@ -90,7 +90,7 @@ def test_what_a_compiler_made_passes_and_that_of_another_piece_does_not(prover, 
 
 
 @pytest.mark.slow
-def test_pieces_that_do_something_special_pass_once_compiled(prover):
+def test_compiled_pieces_with_special_features_pass(prover):
     for name in ("write to an input", "an output that is a view of an input", "bfloat16", "bool mask", "constants"):
         piece = with_results(CASES[name].piece)
         compiled = get_adaptor("aot_inductor").compile(piece, options={})
@@ -114,7 +114,7 @@ def test_code_that_rounds_less_often_than_eager_passes(fixture):
 
 
 @pytest.mark.slow
-def test_every_general_piece_of_the_fixtures_passes_once_compiled(prover, pieces):
+def test_every_compiled_general_piece_of_the_fixtures_passes(prover, pieces):
     fixture, graphs = pieces
     compiler = get_adaptor("aot_inductor")
     # the pieces that serve most sizes; those of a fixed size are the same with fewer symbols

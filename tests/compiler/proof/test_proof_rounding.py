@@ -25,7 +25,7 @@ def warmed(dtype, root, **options):
 
 
 @torch.no_grad()
-def test_a_piece_in_half_precision_is_compiled_again_and_serves(tmp_path):
+def test_a_mismatch_in_half_precision_is_compiled_again_with_rounding(tmp_path):
     model, result = warmed(torch.bfloat16, tmp_path)
     assert result.manifest.fallbacks == ()
     assert [row.artifact.proved for row in result.manifest.rows] == [True]
@@ -34,6 +34,6 @@ def test_a_piece_in_half_precision_is_compiled_again_and_serves(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"rounds": False})])
-def test_other_precisions_and_what_the_user_set_stay(tmp_path, dtype, options):
+def test_no_second_compile_for_float32_or_if_the_user_sets_the_option(tmp_path, dtype, options):
     _, result = warmed(dtype, tmp_path, **options)
     assert [fallback.adaptor for fallback in result.manifest.fallbacks] == ["eager"]

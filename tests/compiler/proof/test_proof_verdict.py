@@ -32,7 +32,7 @@ def prove_double(word, piece):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_right_artifact_passes_whatever_the_piece_does(name):
+def test_a_right_artifact_of_every_piece_passes(name):
     piece = with_results(CASES[name].piece)
     record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
     assert record.proved, record.reason
@@ -43,7 +43,7 @@ def test_a_right_artifact_passes_whatever_the_piece_does(name):
         assert smallest["s0"] == (4 if piece.facts else 2)
 
 
-def test_one_sum_that_fills_an_output_is_one_rounding_and_no_common_factor():
+def test_an_output_of_equal_elements_may_have_a_common_rounding_error():
     tolerance = replace(judge.Tolerance.of(torch.float32, takes_steps=False, has_reference=True), usual=4e-5)
     same, different = torch.full((8193,), 30.0), torch.linspace(20, 40, 8193)
     judge.check_numbers(same * 1.0001, same, same.double(), tolerance=tolerance)
@@ -51,7 +51,7 @@ def test_one_sum_that_fills_an_output_is_one_rounding_and_no_common_factor():
         judge.check_numbers(different * 1.0001, different, different.double(), tolerance=tolerance)
 
 
-def test_the_double_passes_when_it_spoils_nothing():
+def test_the_test_adaptor_passes_when_it_spoils_nothing():
     assert prove_double("right", TWO_OUTPUTS).proved
     assert prove_double("right", WRITING).proved
 
@@ -64,7 +64,7 @@ def test_the_double_passes_when_it_spoils_nothing():
         pytest.param("another dtype", TWO_OUTPUTS, "dtype torch.float64", id="another dtype"),
         pytest.param("one element", TWO_OUTPUTS, "output 0", id="one element"),
         pytest.param("swapped", TWO_OUTPUTS, "output 0", id="swapped"),
-        pytest.param("a missing output", TWO_OUTPUTS, "gives 1 outputs", id="a missing output"),
+        pytest.param("a missing output", TWO_OUTPUTS, "returns 1 outputs", id="a missing output"),
         pytest.param("a NaN", TWO_OUTPUTS, "NaN", id="a NaN"),
         pytest.param("an input written", TWO_OUTPUTS, "leaves input 0", id="an input written"),
         pytest.param("no tensor", TWO_OUTPUTS, "NoneType", id="no tensor"),
@@ -94,7 +94,7 @@ def test_a_common_factor_is_caught_in_every_precision(dtype):
         prove_double("a factor of 1.01", piece)
 
 
-def test_roundings_are_no_fault_where_float64_is_another_piece():
+def test_rounding_is_accepted_if_float64_gives_no_reference():
     piece = graph(
         [tensor("s0", 64, dtype="bfloat16"), tensor(64, 64, dtype="bfloat16")],
         [
@@ -111,8 +111,8 @@ def test_roundings_are_no_fault_where_float64_is_another_piece():
             prove_double(word, piece)
 
 
-def test_how_outputs_lie_in_memory_is_judged_by_the_trace_and_not_by_eager():
-    with pytest.raises(ProofMismatchError, match=r"strides \(96, 16, 4, 1\) and the trace has \(96, 1, 24, 6\)"):
+def test_strides_are_judged_by_the_trace_and_not_by_eager():
+    with pytest.raises(ProofMismatchError, match=r"strides \(96, 16, 4, 1\), and the trace \(96, 1, 24, 6\)"):
         prove_artifact(b'"right"', adaptor="double", graph=OTHERWISE_LAID)  # just what eager gives
     assert prove_artifact(b'"as promised"', adaptor="double", graph=OTHERWISE_LAID).proved
     assert prove_artifact(OTHERWISE_LAID.canonical(), adaptor="eager", graph=OTHERWISE_LAID).proved
@@ -128,7 +128,7 @@ def test_a_wrong_integer_is_caught():
 
 
 @pytest.mark.parametrize(("descending", "is_right"), [(False, True), (True, False)])
-def test_the_order_of_equals_is_the_sorts_own_choice_and_no_other(monkeypatch, descending, is_right):
+def test_a_sort_may_choose_only_the_order_of_equal_elements(monkeypatch, descending, is_right):
     count = 60
     inputs = [tensor(count, dtype="int64"), tensor(count, 8)]
 
@@ -154,7 +154,7 @@ def test_the_order_of_equals_is_the_sorts_own_choice_and_no_other(monkeypatch, d
             prove_artifact(b"", adaptor="eager", graph=piece)
 
 
-def test_what_cannot_run_is_not_proved_and_says_why():
+def test_a_piece_that_cannot_run_is_unproved_with_the_reason():
     piece = graph([tensor("s0", 8), tensor("s0", dtype="bool")], [call("torch.linalg.cholesky", "%0")], ["%2"])
     record = prove_artifact(piece.canonical(), adaptor="eager", graph=piece)
     assert not record.proved
@@ -162,7 +162,7 @@ def test_what_cannot_run_is_not_proved_and_says_why():
     assert record.verdict == "unknown"
 
 
-def test_a_piece_that_finds_no_memory_may_be_proved_later(monkeypatch):
+def test_a_piece_that_runs_out_of_memory_may_be_proved_later(monkeypatch):
     from cgtool.compiler.proof import prove
 
     def no_memory(*_args, **_options):
@@ -181,20 +181,20 @@ def test_an_artifact_that_cannot_be_opened_is_a_mismatch():
         prove_artifact(b"{", adaptor="eager", graph=piece)
 
 
-def test_a_shared_memory_that_the_piece_does_not_share_is_caught(monkeypatch):
+def test_an_output_in_the_memory_of_an_input_is_caught(monkeypatch):
     monkeypatch.setitem(proof_doubles.SPOILED, "shared", proof_doubles._in_the_memory_of_an_input)
     piece = graph([X], [call("torch.add", "%0", {"f": "0.0"})], ["%1"])
     with pytest.raises(ProofMismatchError, match="in the memory of input 0"):
         prove_double("shared", piece)
 
 
-def test_two_proofs_of_one_piece_are_the_same():
+def test_proofs_are_reproducible():
     first, second = (prove_double("right", TWO_OUTPUTS) for _ in range(2))
     assert (first.shapes, first.worst_error) == (second.shapes, second.worst_error)
     assert first.worst_error > 0
 
 
-def test_an_unbatched_scalar_and_empty_tensors_are_proved():
+def test_scalars_and_empty_tensors_are_proved():
     piece = graph(
         [tensor("s0", 4), tensor()],
         [call("_operator.mul", "%0", "%1"), call("torch.sum", "%2")],
@@ -208,7 +208,7 @@ def test_an_unbatched_scalar_and_empty_tensors_are_proved():
 
 
 @pytest.mark.parametrize(("error", "is_right"), [(9e-5, True), (5e-3, False)])
-def test_numbers_that_may_have_been_summed_one_after_the_other_may_drift(error, is_right):
+def test_sequential_sums_may_drift(error, is_right):
     exact = torch.linspace(1, 2, 4)
     found = exact * (1 + error)
     tolerance = judge.Tolerance.of(torch.float32, takes_steps=False, has_reference=False)
