@@ -42,7 +42,7 @@ def package_of(piece: PieceGraph) -> bytes:
     file = folder / digest_of([piece.identity(), compiler.compute_hash({}), sources])
     with file_lock(file.with_suffix(".lock")):
         if not file.exists():
-            with warnings.catch_warnings(action="ignore"):  # as what calls adaptors does
+            with warnings.catch_warnings(action="ignore"):  # as a warm does
                 compiled = compiler.compile(piece, options={})
             assert compiled.guards == ()
             unfinished = file.with_suffix(".new")
@@ -73,7 +73,11 @@ def side_by_side(cases: list[Case]) -> Case:
         name: tuple(itertools.chain.from_iterable(getattr(piece, name) for piece in moved))
         for name in ("symbols", "facts", "inputs", "aliases", "nodes", "outputs", "results")
     }
-    return Case(piece=PieceGraph(**joined, ops={}), sizes=sizes, tolerance=max(case.tolerance for case in cases))
+    tolerances = (
+        *(case.tolerance for case in cases for _ in case.piece.outputs),
+        *(case.tolerance for case in cases for _ in case.piece.inputs),
+    )
+    return Case(piece=PieceGraph(**joined, ops={}), sizes=sizes, tolerances=tolerances)
 
 
 def _moved(piece: PieceGraph, names: dict[str, str], start: int, first_node: int) -> PieceGraph:

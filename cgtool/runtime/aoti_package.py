@@ -205,12 +205,13 @@ def keeping_writes(run: Boxed, written: Sequence[int]) -> Boxed:
         if not copied:
             return run(inputs)
         theirs = [inputs[n] for n in copied]
-        with torch.inference_mode():  # in which any tensor may be written to, as native code does
+        # ordinary tensors, which a custom op in Python may write to outside inference mode too
+        with torch.inference_mode(mode=False), torch.no_grad():
             ours = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in theirs]
         for n, tensor in zip(copied, ours, strict=True):
             inputs[n] = tensor
         given = run(inputs)
-        with torch.inference_mode():
+        with torch.inference_mode():  # in which any tensor may be written to, as native code does
             for tensor, copy in zip(theirs, ours, strict=True):
                 tensor.copy_(copy)
         return given
