@@ -82,10 +82,9 @@ def stitch(
         on_event: Receives progress events.
         adaptor: The adaptor that will compile the pieces; `aot_inductor` splits out ops that it cannot call.
         tracers: Children that trace variants in parallel.
+        compile_sizes: The sizes to autotune. If there are tracers, this process traces a variant that is autotuned as a
+            whole first: it takes longest to compile, and the children are still building the model.
         on_variant: Called with each variant as a plan with one variant, as soon as it is traced.
-
-    Where children trace, too, this process starts with a variant that `compile_sizes` has autotuned: its compile takes
-    longest, and this process built the model first.
 
     Raises:
         GraphBreakError: The model cannot be traced into one graph.

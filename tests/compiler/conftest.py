@@ -1,4 +1,4 @@
-"""Distributions that bring executors, and clusters of Dask on loopback."""
+"""Shared fixtures: an installed distribution with executors, children that are not forked, and Dask clusters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def site(worded_site):
-    """Return the environment of `worded_site`, where another distribution brings the executors of own_executors.py."""
+    """Return the environment of `worded_site` with a second distribution, which provides own_executors.py."""
     folder = Path(worded_site["PYTHONPATH"].partition(os.pathsep)[0])
     metadata = folder / "own-1.0.dist-info"
     metadata.mkdir()
@@ -38,67 +38,97 @@ def forked_children():
 
 @pytest.fixture
 def fresh_children(monkeypatch, forked_children):
-    """Have children start as they do, where they inherit a limit or a folder from this process."""
+    """Start children as usual, for tests in which they inherit a limit or a folder from this process."""
     monkeypatch.setattr("cgtool.processes.subprocess", subprocess)
 
 
 class Dask:
-    """A scheduler, which has no cgtool, and its workers, each a process with its own log.
+    """A Dask scheduler without cgtool, and workers, each a process with its own log.
 
     Attributes:
-        url: For `--executor`.
-        workers: Their processes.
+        address: The scheduler's address.
+        url: The value for `--executor`.
     """
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
-        #: PYTHONPATH of a process that has no cgtool.
+        #: A PYTHONPATH without cgtool.
         self.without_cgtool = str(folder / "none")
         hidden = folder / "none" / "cgtool"
         hidden.mkdir(parents=True)
         (hidden / "__init__.py").write_text("raise ImportError('there is no cgtool here')\n")
+        self._num_started = 0
+        self._workers: list[subprocess.Popen[bytes]] = []
         file = folder / "scheduler.json"
-        self.scheduler = self._start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard",
-                                     "--scheduler-file", file, PYTHONPATH=self.without_cgtool, **variables)  # fmt: skip
+        self.scheduler, self._log = self._start("scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard",
+                                                "--scheduler-file", file,
+                                                PYTHONPATH=self.without_cgtool, **variables)  # fmt: skip
         wait_until(lambda: file.exists() and file.read_text().strip())
         self.address = json.loads(file.read_text())["address"]
         self.url = "dask:" + self.address.removeprefix("tcp:")
-        self.workers: list[subprocess.Popen[bytes]] = []
+
+    def add_workers(self, *environments: dict[str, str]) -> list[subprocess.Popen[bytes]]:
+        """Start a worker with one thread in each environment, and wait until all are connected."""
+        options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", "60")
+        started = [self._start("worker", self.address, *options, **variables) for variables in environments]
+        for _, log in started:
+            wait_until(lambda log=log: "Starting established connection" in log.read_text())
+        self._workers += [worker for worker, _ in started]
+        return [worker for worker, _ in started]
 
     def add_worker(self, **variables: str) -> subprocess.Popen[bytes]:
-        """Start a worker of one thread in an environment with `variables`, and wait until it is there."""
-        options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", "60")
-        worker = self._start("worker", self.address, *options, **variables)
-        self.workers.append(worker)
-        log = self._log(len(self.workers))
-        wait_until(lambda: "Starting established connection" in log.read_text())
-        return worker
+        return self.add_workers(variables)[0]
+
+    def remove_workers(self) -> None:
+        """End all workers, and wait until the scheduler knows."""
+        for worker in self._workers:
+            _kill(worker)
+        wait_until(lambda: self._log.read_text().count("Remove worker") == self._num_started - 1)
+        self._workers.clear()
 
     def close(self) -> None:
-        for process in (*self.workers, self.scheduler):
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+        for process in (*self._workers, self.scheduler):
+            _kill(process)
 
-    def _log(self, number: int) -> Path:
-        return self._folder / f"log{number}"
-
-    def _start(self, kind: str, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
-        number = 0 if kind == "scheduler" else len(self.workers) + 1
-        with self._log(number).open("wb") as log:
-            return subprocess.Popen(
+    def _start(self, kind: str, *arguments: object, **variables: str) -> tuple[subprocess.Popen[bytes], Path]:
+        log = self._folder / f"log{self._num_started}"
+        self._num_started += 1
+        with log.open("wb") as out:
+            process = subprocess.Popen(
                 [sys.executable, "-m", "distributed.cli.dask_" + kind, *map(str, arguments)],
                 env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}", **variables},
                 cwd=self._folder,
-                stdout=log,
-                stderr=log,
+                stdout=out,
+                stderr=out,
             )
+        return process, log
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared_dask(tmp_path_factory):
+    pytest.importorskip("distributed")
+    cluster = Dask(tmp_path_factory.mktemp("dask"))
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture
-def dask(tmp_path, request):
-    """A scheduler without workers, in an environment with the variables of an indirect parameter."""
+def dask(shared_dask):
+    """A scheduler without workers, which the tests of a module share."""
+    yield shared_dask
+    shared_dask.remove_workers()
+
+
+@pytest.fixture
+def own_dask(tmp_path, request):
+    """A scheduler without workers, with the environment variables of an indirect parameter."""
     pytest.importorskip("distributed")
     folder = tmp_path / "dask"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Any chain of warms, edits, imports and loads, against a model of what must be served: hypothesis draws the chains."""
+"""Random chains of warms, edits, imports and loads, drawn by hypothesis, against a model of the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cgtool.toolkit.bundle.import_ import import_bundle
 
 pytestmark = pytest.mark.torch
 
-#: Files of one size, so that nothing but their content tells them apart.
+#: All versions of the file have the same size, so only their content differs.
 SOURCE = """
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ wishes = st.sampled_from([("general",), ("size", 4), ("size", 6), ("range", 2, 8
 
 
 class Chain(RuleBasedStateMachine):
-    """A cache, and what must be in it: for each entry, which shapes were asked for."""
+    """A cache, and a model of it: the requested shapes of each entry."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Chain(RuleBasedStateMachine):
     def edit(self, scale):
         self.scale = scale
         self.source.write_text(SOURCE.format(scale=scale))
-        os.utime(self.source, (1e9, 1e9))  # an editor that keeps the time: it tells nothing
+        os.utime(self.source, (1e9, 1e9))  # the modification time does not change
         linecache.checkcache()
 
     def module(self):
@@ -106,7 +106,7 @@ class Chain(RuleBasedStateMachine):
         wanted = {("general",), shape}
         result = self.warm_for(wish, dim, level, prefix)
         assert result.hit == (wanted <= entry), (wanted, entry, result.reasons)
-        # A unit is a piece and a shape: whoever compiled it, it is compiled once.
+        # each unit, that is a piece and a shape, is compiled once
         new = {(self.scale, one) for one in wanted - entry} - self.units
         assert result.compiled == len(new), (new, self.units)
         entry |= wanted
@@ -139,7 +139,7 @@ class Chain(RuleBasedStateMachine):
 
     @rule()
     def move(self):
-        """Export all of it, and go on with an empty cache into which it was imported."""
+        """Export everything, and go on with a new cache that imported it."""
         if not self.asked:
             return
         folder = Path(tempfile.mkdtemp(dir=self.folder))
@@ -147,7 +147,7 @@ class Chain(RuleBasedStateMachine):
         export(dest=bundle, cache_dir=self.root, choice=Choice(everything=True))
         self.root = folder / "cache"
         import_bundle(source=bundle, cache_dir=self.root, trust=True)
-        self.units.clear()  # a bundle holds entries: what another entry may share is compiled once more
+        self.units.clear()  # bundles contain no units, so other entries compile theirs again
 
 
 def _holds(shape, by_dim):
@@ -186,4 +186,4 @@ def test_a_compile_size_that_equals_a_variant_is_tuned(cache_root, monkeypatch):
         assert (tuned.hit, tuned.compiled) == (False, 1)
         assert is_tuned()
         assert warm(spec, config=sized, cache_dir=cache_root).hit
-        assert warm(spec, config=plain, cache_dir=cache_root).hit  # what is tuned serves who asked for nothing, too
+        assert warm(spec, config=plain, cache_dir=cache_root).hit  # tuned artifacts serve a plain configuration too

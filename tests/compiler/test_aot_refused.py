@@ -1,4 +1,4 @@
-"""What AOTInductor cannot compile or save ends as a sentence that names it, so that another adaptor can serve."""
+"""Errors of AOTInductor for pieces that it cannot compile or save name the cause, so that another adaptor can serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 def extern(kind, value):
-    """What torch writes of the call of a custom op with one argument."""
+    """Return torch's record of a call of a custom op with one argument."""
     given = {"name": "how", "arg": {kind: value}, "kind": 1}
     return {"nodes": [{"name": "buf0", "node": {"target": "user::op", "inputs": [given], "outputs": []}}]}
 
@@ -65,7 +65,7 @@ except CgtoolError as error:
 
 
 def with_compiler(path):
-    """What comes of a compile by another compiler."""
+    """Return the error of a compile with another C++ compiler."""
     done = forked(FAIL, REPO / "tests", env=environment(CXX=str(path)))
     assert done.code == 0, done.err
     return done.out

@@ -1,4 +1,4 @@
-"""Native code in processes of their own: collectives of a group, and equal bytes wherever a piece is compiled."""
+"""Native code in separate processes: collectives of a group, and equal bytes wherever a piece is compiled."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_piece_has_the_same_bytes_wherever_it_is_compiled(tmp_path):
 
 
 def test_native_code_has_no_library_paths(tmp_path):
-    """The paths within it stand in messages; none of them is opened."""
+    """The paths in native code appear only in messages."""
     native = tmp_path / "native.so"
     native.write_bytes(unpack(package_of(CASES["a fact"].piece)).native)
     shown = subprocess.run(["readelf", "-d", native], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Ray, Slurm's jobs on this machine, and MPI, each as far as it runs here: a whole warm, proved by the workers."""
+"""Whole warms on Ray, on local Slurm jobs and on MPI, with proofs by the workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
 
 @pytest.fixture
 def found(site):
-    """Where workers find cgtool, the adaptors and the executors of the tests."""
+    """The environment in which workers find cgtool and the tests' adaptors and executors."""
     return {"PYTHONPATH": os.pathsep.join([site["PYTHONPATH"], str(REPO / "tests/compiler")])}
 
 
@@ -37,7 +37,7 @@ def options(root, executor):
 
 
 def mpi():
-    """Return the beginning of a command of cgtool whose one worker is another process of MPI."""
+    """Return the start of a command that runs cgtool with one MPI worker."""
     pytest.importorskip("mpi4py")
     if shutil.which("mpiexec") is None:
         pytest.skip("there is no mpiexec: apt-get install openmpi-bin")
@@ -89,7 +89,7 @@ def test_an_interruption_ends_processes_of_mpi(found, cache_root, tmp_path):
 
 @pytest.fixture
 def ray_head(found, tmp_path):
-    """A head of Ray with two cores and a Ray Client server; the two URLs."""
+    """The URLs of a Ray head with two cores: directly, and through its Ray Client server."""
     pytest.importorskip("ray")
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     with socket.socket() as sock, socket.socket() as other:
@@ -104,7 +104,7 @@ def ray_head(found, tmp_path):
         head = subprocess.Popen([*ray, *start], env=environment(**found), stdout=out, stderr=out)
     wait_until(lambda: "Ray runtime started" in log.read_text())
     yield f"ray:127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}"
-    head.terminate()  # and all that it started
+    head.terminate()  # with all its children
     head.wait(60)
 
 

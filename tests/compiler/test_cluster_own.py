@@ -1,4 +1,4 @@
-"""Executors of other distributions: how they are found, what their workers make, and what is not taken from them."""
+"""Executors of other distributions: how they are found, and what their workers return or fail to."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ HERE = f"{socket.gethostname()}:"
 
 @pytest.fixture
 def own(site, worded_here):
-    """Make the executors of the distribution known to this process."""
+    """Make the installed executors known to this process."""
 
 
 def warm(site, root, *arguments):
     return run("warm", MODEL, "--cache-dir", root, "--adaptor", "worded", *arguments, env=site)
 
 
-def test_an_installed_executor_compiles_and_proves_and_a_hit_opens_none(
-    site, tmp_path, cache_root
-):
+def test_an_installed_executor_compiles_and_proves_and_a_hit_opens_none(site, tmp_path, cache_root):
     log = tmp_path / "log"
     options = ("--json", "--inductor-config", f'{{"log": "{log}"}}')
     done = warm(site, cache_root, *options, "--executor", "threads:2")
@@ -56,8 +54,8 @@ def test_workers_can_be_processes(own, cache_root):
     done = compile_on("processes:1", hostile.work_of(0, 50), cache_root, prove=True, events=events)
     assert [row.artifact.proved for row in done.rows] == [True, True]
     assert all(f" by {HERE}" in event.message for event in events if event.secs is not None)
-    said = [event.message for event in events if event.message.startswith("1 with the executor")]
-    assert re.fullmatch(rf"1 with the executor; {HERE}\d+ made 1", said[-1])
+    messages = [event.message for event in events if event.message.startswith("1 with the executor")]
+    assert re.fullmatch(rf"1 with the executor; {HERE}\d+ made 1", messages[-1])
 
 
 def test_a_unit_that_fails_on_two_workers_fails_alone(own, cache_root):

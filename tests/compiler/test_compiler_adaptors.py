@@ -1,4 +1,4 @@
-"""Every adaptor computes what the piece computes op by op, whatever the piece does."""
+"""Every adaptor computes what a piece computes op by op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADAPTORS = ("eager", "inductor_standalone", "inductor")
 
 
 def pairs():
-    """Every adaptor with every case; what `inductor` adds to `inductor_standalone` is seen with every fourth."""
+    """Yield every adaptor with every case; for `inductor`, which resembles `inductor_standalone`, every fourth."""
     for adaptor, (number, name) in itertools.product(ADAPTORS, enumerate(CASES)):
         marks = [pytest.mark.slow] if adaptor == "inductor" and number % 4 else []
         yield pytest.param(adaptor, name, id=f"{adaptor}-{name}", marks=marks)
@@ -63,7 +63,7 @@ def test_the_list_of_inputs_is_emptied():
 def test_outputs_have_the_strides_of_the_trace_and_not_those_of_eager(adaptor):
     piece = OTHERWISE_LAID
     compiler = get_adaptor(adaptor)
-    native = adaptor == "aot_inductor"  # which takes long
+    native = adaptor == "aot_inductor"  # its package is cached, since the compile is slow
     run = compiler.load(package_of(piece) if native else compiler.compile(piece, options={}).artifact, piece)
     inputs = [torch.randn(5, 3, 4, 4), torch.randn(5, 3, 4, 4).to(memory_format=torch.channels_last)]
     eager = torch.cat(inputs, 1)

@@ -1,4 +1,4 @@
-"""A compiler that refuses: for all sizes the piece runs as it stands, for a concrete size alone it is an error."""
+"""A piece that the compiler rejects runs eagerly; if it rejects only a concrete size, the warm fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPILED = []
 
 
 class Refusing(EagerAdaptor):
-    """Stands in for Inductor: refuses what `refuses` says, and compiles the rest as eager does."""
+    """Stands in for Inductor: rejects graphs for which `refuses` is true, and compiles the rest as eager does."""
 
     name = "inductor_standalone"
     refuses = staticmethod(lambda graph: False)
@@ -130,7 +130,7 @@ def test_a_size_that_is_rejected_is_an_error_and_nothing_is_published(tmp_path, 
         cgtool.load(model, cache_dir=tmp_path)
     COMPILED.clear()
     result = run(model, tmp_path, compile_sizes=[9])
-    assert (result.hit, len(COMPILED)) == (False, 2)  # all but the sizes was compiled and stored before
+    assert (result.hit, len(COMPILED)) == (False, 2)  # the general pieces were stored before
     agree(model, tmp_path)
 
 

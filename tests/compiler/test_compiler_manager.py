@@ -1,4 +1,4 @@
-"""Compile or find: each unique piece once, whoever asks, nothing half after an interruption, and what a proof says."""
+"""The manager compiles each unique piece once, stores nothing incomplete, and records proofs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def adaptors(monkeypatch):
 
 
 def manager_of(root, adaptor=None, *, on_event=lambda _: None, **config):
-    """A manager of a cache and an entry's artifacts, whose adaptor "eager" is the given one."""
+    """Return a manager whose adaptor is `adaptor`, if given, and an entry's store of artifacts."""
     if adaptor is not None:
         manager_module.get_adaptor = lambda _name: adaptor
     manager = CompilerManager(CacheLayout(root=root), CompilationConfig(**config), on_event=on_event)
@@ -143,7 +143,7 @@ def test_an_interrupted_compile_stores_nothing(cache_root, error):
 
 @pytest.fixture(scope="module")
 def processes():
-    """A context for processes that need not each import torch."""
+    """A context whose processes share one import of torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cgtool.compiler.manager"])
     return context
@@ -214,7 +214,7 @@ def test_a_removed_unit_is_not_found(tmp_path):
 
 
 def test_no_room_to_open_packages_is_not_a_mismatch(tmp_path, monkeypatch):
-    """Else a full machine would send pieces to a slower compiler for good."""
+    """Else a full disk would make pieces fall back to a slower compiler permanently."""
 
     def refuse(*_args, **_options):
         raise aoti_package._no_room(OSError(28, "No space left on device"))
@@ -224,8 +224,8 @@ def test_no_room_to_open_packages_is_not_a_mismatch(tmp_path, monkeypatch):
         prove.open_artifact(b"", "aot_inductor", None, None)
 
 
-class _Finds:
-    """Finds what it is told to, in order; the real prover's findings are shown in tests/compiler/proof."""
+class _FakeProver:
+    """Returns the given records in order."""
 
     def __init__(self, *records):
         self.records = list(records)
@@ -240,7 +240,7 @@ class _Finds:
 @pytest.mark.parametrize("lasting", [False, True])
 def test_only_lasting_proof_gaps_are_stored(tmp_path, lasting):
     reason = "not proved: there was not enough memory"
-    prover = _Finds(ProofRecord(verdict="unknown" if lasting else "later", reason=reason), ProofRecord())
+    prover = _FakeProver(ProofRecord(verdict="unknown" if lasting else "later", reason=reason), ProofRecord())
     manager = CompilerManager(CacheLayout(root=tmp_path), CompilationConfig(), prover=prover)
     first, again = (manager.ensure(*hostile.work_of(0), objects=ObjectStore(tmp_path / "entry")) for _ in range(2))
     assert (first.reused, again.reused) == (False, True)

@@ -1,4 +1,4 @@
-"""Options of Inductor, and the digest of everything beside the graph that decides an artifact."""
+"""Options of Inductor, and the digest of everything but the graph that decides an artifact."""
 
 from __future__ import annotations
 

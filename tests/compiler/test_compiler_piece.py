@@ -1,4 +1,4 @@
-"""A piece rebuilt from data: the same everywhere, with the guards that compiling adds, and refused where it must be."""
+"""Rebuilt pieces and Inductor's artifacts: reproducible, with the compiler's guards, and errors for invalid pieces."""
 
 from __future__ import annotations
 

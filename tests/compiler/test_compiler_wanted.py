@@ -1,4 +1,4 @@
-"""Which artifacts a plan needs: sizes, ranges, size_dim, variants, eager pieces; what has no meaning is a sentence."""
+"""The artifacts that a plan needs: sizes, ranges, size_dim, variants, eager pieces; and errors for invalid sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgtool.store.records import Fallback
 
 
 def graph(*sizes):
-    """One op on a tensor of these sizes, numbers or symbols."""
+    """Return a graph with one op on a tensor of these sizes, numbers or symbols."""
     symbols = tuple(SymbolRange(name=s, min=2, max=None) for s in sizes if isinstance(s, str))
     meta = TensorMeta(dtype="float32", shape=(*sizes, 4), stride=(*[1] * len(sizes), 1), device="cpu")
     node = Node(kind="function", target="torch.tanh", args=("%0",), kwargs={})
@@ -24,7 +24,7 @@ def graph(*sizes):
 
 
 def variant(dims, fixed, bounds):
-    """A program of three pieces, the second of them splitting."""
+    """Return a variant of three pieces, the second of which is splitting."""
     free = [name for name in dims if name not in fixed]
     symbols = {name: f"s{i}" for i, name in enumerate(free)}
     piece = graph(*(fixed.get(name, symbols.get(name)) for name in dims))
@@ -71,7 +71,7 @@ def shapes(plan, **fields):
     return found
 
 
-#: Sizes of which a model that takes 4 to 64 takes two.
+#: A model that accepts 4 to 64 accepts two of these sizes.
 CAPTURED = {"cudagraph_capture_sizes": [2, 4, 64, 128]}
 SHAPES = [
     (ONE, {}, [["general"], ["n=1"]]),
@@ -140,7 +140,7 @@ MEANINGLESS = [
     (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [2]}, r"No variant of this model accepts n=2"),
     (plan_of(["n"], {}, n=(4, 64)), {"compile_sizes": [65]}, r"No variant of this model accepts n=65"),
     (plan_of(["n"], {}), {"compile_sizes": [1]}, r"No variant of this model accepts n=1"),
-    (plan_of(["n"], {}, n=(4, 64)), {"compile_ranges": [[65, 128]]}, r"accepts n=65-128: `dynamic` or the model's code excludes it"),
+    (plan_of(["n"], {}, n=(4, 64)), {"compile_ranges": [[65, 128]]}, r"accepts n=65-128: `dynamic` or the model's"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What is known of a piece before it is compiled, and which op a failed compile names."""
+"""What is known of a piece before a compile, and the op that a failed compile names."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_an_adaptive_pool_of_a_dynamic_size_is_split_out():
 
 
 def test_an_aten_op_needs_a_c_function(monkeypatch):
-    assert fitness.fitness_of(GROUPED).without_code() == set()
+    assert fitness.fitness_of(GROUPED).uncallable() == set()
     monkeypatch.setattr(fitness, "_has_shim", lambda name, device: name != "at::_grouped_mm")
-    assert fitness.fitness_of(GROUPED).without_code() == {("function", "torch._grouped_mm")}
+    assert fitness.fitness_of(GROUPED).uncallable() == {("function", "torch._grouped_mm")}
 
 
 def test_declared_c_functions_are_found_in_torchs_headers():
@@ -79,13 +79,13 @@ def test_declared_c_functions_are_found_in_torchs_headers():
 
 def test_an_op_with_a_supported_schema_is_callable():
     piece = graph([SQUARE], [call("torch.ops.cgtool_user.transposed", "%0")], ["%1"])
-    assert fitness.fitness_of(piece).without_code() == set()
+    assert fitness.fitness_of(piece).uncallable() == set()
 
 
 def test_an_op_with_an_unsupported_schema_is_uncallable():
     op = "torch.ops.cgtool_refused.nested.default"
     piece = graph([SQUARE], [method("relu", "%0"), call(op, "%1", [[1], [3]])], ["%2"])
-    assert fitness.fitness_of(piece).without_code() == {("function", op)}
+    assert fitness.fitness_of(piece).uncallable() == {("function", op)}
 
 
 def test_a_piece_with_gaps_in_an_output_runs_eagerly():

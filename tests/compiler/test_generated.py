@@ -1,4 +1,4 @@
-"""What a compiler wrote is kept beside the plan, taken over by other entries, dumped, and in no digest."""
+"""Generated code is kept beside the plan, copied to other entries, dumped, and covered by no digest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 @register_adaptor("writing")
 class Writing(EagerAdaptor):
-    """Compiles as eager does, and writes a source that it does not put into the artifact."""
+    """Compiles as eager does, and generates a source that is not in the artifact."""
 
     name = "writing"
     compiles = True

@@ -1,4 +1,4 @@
-"""What became narrower than was asked for is said with the user's line; nothing is said where nothing narrowed."""
+"""Notes on sizes that a plan does not serve, with the user's line; there are none if nothing is narrowed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def masked(self, x):
 
 
 def made(model):
-    """Return a model of a class, or of the function that is its `forward`."""
+    """Return an instance of a class, or a model whose `forward` is the function."""
     return model() if isinstance(model, type) else type("Model", (nn.Module,), {"forward": model})()
 
 

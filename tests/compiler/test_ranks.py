@@ -1,4 +1,4 @@
-"""How ranks meet: all go on together or none does, whichever is late, done before, elsewhere, failed or gone."""
+"""Meetings of ranks: all go on together or none does, even if some are late, finished, elsewhere, failed or gone."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def store():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Ranks take one another for dead soon; for tests in which one says nothing at all."""
+    """Make ranks take silent ones for dead soon."""
     monkeypatch.setattr(module, "_BEAT_SECS", 0.05)
     monkeypatch.setattr(module, "_SILENT_SECS", 1.0)
 
 
 def came_of(*calls):
-    """Make calls beside each other; return what each returned or raised."""
+    """Make calls in parallel; return what each returned or raised."""
     with ThreadPoolExecutor(len(calls)) as pool:
         made = [pool.submit(call) for call in calls]
         return [call.exception() or call.result() for call in made]
@@ -44,7 +44,7 @@ class Failed(module.CgtoolError):
 
 
 class HookedStore:
-    """A store that calls something right after it first answered whether it has a key."""
+    """A store that calls a hook after the first check for a key."""
 
     def __init__(self, store, key, hook):
         self._store, self._key, self._hook = store, key, hook
@@ -80,9 +80,7 @@ def test_a_rank_that_comes_and_leaves_during_a_poll_counts(store):
 
 def test_ranks_in_different_meetings_learn_it_and_meet_later(store):
     def prove(ranks):
-        with pytest.raises(
-            RankAbsentError, match=r"rank 1 is in another step \('the report'; rank 0 is in 'calls'\)"
-        ):
+        with pytest.raises(RankAbsentError, match=r"rank 1 is in another step \('the report'; rank 0 is in 'calls'\)"):
             ranks.meet("calls", "y")
         return ranks.meet("the report", "zero", insists=True)
 
@@ -112,7 +110,7 @@ def test_a_rank_that_left_is_not_awaited(store, error, kind, words, code):
 
 @pytest.mark.usefixtures("impatient")
 def test_a_meeting_that_was_called_off_is_off_for_a_late_rank(store):
-    late = Ranks(store, 1, 2)  # which says nothing until the other one has given up
+    late = Ranks(store, 1, 2)  # is silent until the other rank has given up
     gave_up = r"Rank 1 has been silent for 1 s: it died, or has not started to warm"
     with Ranks(store, 0, 2) as first, pytest.raises(RankLostError, match=gave_up):
         first.meet("calls", "y")

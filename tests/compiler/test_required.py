@@ -1,4 +1,4 @@
-"""Sizes that are required get variants of their own where others leave them out; what the model cannot run is said."""
+"""Required sizes get further variants if others do not serve them; sizes that the model cannot run are noted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 import cgtool
 from cgtool import CacheMissError, CompilationConfig, ExampleCall, GuardError, ModelSpec
+from cgtool.compiler import stitch
 from cgtool.compiler.pipeline import warm
 from cgtool.compiler.required import required_sizes
 from cgtool.errors import TraceError, UsageError
@@ -23,7 +24,7 @@ EAGER = CompilationConfig(adaptor="eager")
 
 
 class Branch(torch.nn.Module):
-    """Another way for each of three kinds of size."""
+    """Has a different branch for each of three kinds of sizes."""
 
     def forward(self, x):
         if x.shape[0] > 8:
@@ -32,7 +33,7 @@ class Branch(torch.nn.Module):
 
 
 class Conv(torch.nn.Module):
-    """Cannot run below 3; torch chooses another kernel from 10,241 on; gives one column at 3, which Dynamo fixes."""
+    """Cannot run below 3; returns one column at 3, which Dynamo fixes; torch chooses another kernel from 10,241 on."""
 
     def __init__(self):
         super().__init__()
@@ -43,14 +44,14 @@ class Conv(torch.nn.Module):
 
 
 class Both(torch.nn.Module):
-    """Takes another way where the product of both dimensions is large."""
+    """Branches on the product of both dimensions."""
 
     def forward(self, x):
         return x * 2 if x.shape[0] * x.shape[1] <= 40 else x + 3
 
 
 class Steps(torch.nn.Module):
-    """Takes another way for every second size."""
+    """Has a different branch for every second size."""
 
     def forward(self, x):
         for step in range(2, 200, 2):
@@ -60,7 +61,7 @@ class Steps(torch.nn.Module):
 
 
 class Fixed(torch.nn.Module):
-    """Takes one number of rows, and any number of columns."""
+    """Accepts one number of rows, and any number of columns."""
 
     def forward(self, x):
         return x.sum(1) + torch.arange(4.0)
@@ -126,7 +127,8 @@ def test_required_sizes_that_the_model_cannot_run_are_noted_and_fail_a_check(cac
     compare(model, cache_root, [(3, 2), (64, 2)])
 
 
-def test_tracing_stops_if_too_many_sizes_need_their_own_variant(cache_root):
+def test_tracing_stops_if_too_many_sizes_need_their_own_variant(cache_root, monkeypatch):
+    monkeypatch.setattr(stitch, "_MAX_FURTHER", 4)
     model = Steps().eval()
     result = warm(spec(model, {"n": (1, 100)}), config=EAGER, cache_dir=cache_root)
     (note,) = (note for note in result.notes if note.startswith("Tracing stopped at n = "))

@@ -1,4 +1,4 @@
-"""Variants that children trace make the entry that one process makes; whatever becomes of a child, the warm goes on."""
+"""Tracing in children gives the same entry as in one process, and failing children do not stop a warm."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def llama(tmp_path):
 
 @pytest.fixture
 def patient(monkeypatch, forked_children):
-    """Let this process wait for children instead of tracing what they have not begun with."""
+    """Let this process wait for children instead of tracing variants that they have not started."""
     monkeypatch.setattr(Future, "cancel", lambda _: False)
 
 
 def warmed(model, root, *, jobs=4, on_event=lambda _: None, **factory_args):
-    """Warm a model eagerly; return the report and how many traces this process made."""
+    """Warm a model with the adaptor `eager`; return the report and the number of traces in this process."""
     before = counters()["traces"]
     choice = ModelChoice(model=str(model), factory_args=factory_args)
     report = warm(choice, config=CompilationConfig(adaptor="eager", jobs=jobs), cache_dir=root, on_event=on_event)
@@ -59,7 +59,7 @@ def warmed(model, root, *, jobs=4, on_event=lambda _: None, **factory_args):
 
 
 def tracers():
-    """Return the children of this process that trace."""
+    """Return the process ids of tracing children."""
     found = []
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def tracers():
 
 
 def entry_of(root):
-    """Return {path: bytes} of the only entry of a cache; of its manifest what says nothing of time."""
+    """Return {path: bytes} of a cache's only entry, with its manifest reduced to fields that do not depend on time."""
     files = {
         str(file.relative_to(root)): file.read_bytes()
         for file in (root / "torch_compile_cache").glob("[0-9a-f]*/**/*")
@@ -83,22 +83,23 @@ def entry_of(root):
     return files
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("model", "variants"),
+    ("model", "variants", "arguments"),
     [
-        pytest.param("llama", 4, id="hf", marks=pytest.mark.slow),
-        pytest.param(HERE.parents[1] / "fixtures/tiny_llama.py:build", 2, id="tiny_llama"),
+        pytest.param("llama", 4, {}, id="hf", marks=pytest.mark.slow),
+        pytest.param(HERE.parents[1] / "fixtures/tiny_llama.py:build", 2, {"num_layers": 1}, id="tiny_llama"),
     ],
 )
-def test_children_make_the_entry_that_one_process_makes(tmp_path, request, patient, model, variants):
+def test_children_make_the_entry_that_one_process_makes(tmp_path, request, model, variants, arguments):
     model = request.getfixturevalue(model) if model == "llama" else model
-    alone, traces = warmed(model, tmp_path / "alone", jobs=1)
+    alone, traces = warmed(model, tmp_path / "alone", jobs=1, **arguments)
     assert traces == variants
     events = []
-    report, traces = warmed(model, tmp_path / "beside", jobs=4, on_event=events.append)
+    report, traces = warmed(model, tmp_path / "beside", jobs=4, on_event=events.append, **arguments)
     assert 1 <= traces < variants
-    told = [event for event in events if event.phase == "trace" and event.secs is not None]
-    assert [(event.done, event.total) for event in told] == [(done + 1, variants) for done in range(variants)]
+    traced = [event for event in events if event.phase == "trace" and event.secs is not None]
+    assert [(event.done, event.total) for event in traced] == [(done + 1, variants) for done in range(variants)]
     assert report.notes == alone.notes
     assert entry_of(tmp_path / "beside") == entry_of(tmp_path / "alone")
     assert not tracers()

@@ -1,4 +1,4 @@
-"""Compilers that crash, hang, are killed or find no room: each fails its own unit, and the others are stored."""
+"""Compilers that crash, hang, are killed or run out of space fail only their own unit; the others are stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cgtool.store.artifacts import split_origin
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("forked_children")]
 
-#: What is done, and what the error says of it.
+#: Deed → substrings of its error.
 WORDS = {
     hostile.segfault: ["crashed with SIGSEGV", "Segmentation fault", "hostile_adaptors.py"],
     hostile.be_killed: ["was killed (SIGKILL)", "memory", "--jobs"],
@@ -108,7 +108,7 @@ def test_workers_apply_the_settings_of_this_process(cache_root):
 
 
 class Crashing:
-    """A manager whose workers all crash."""
+    """A manager all of whose workers crash."""
 
     def uses_workers(self, _adaptor):
         return True

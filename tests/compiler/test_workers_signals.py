@@ -1,4 +1,4 @@
-"""Real signals to a warm whose compilers never end: no process of it survives, whatever ended it."""
+"""Signals to a warm whose compilers never end: none of its processes survives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = Path(__file__).with_name("doomed_model.py")
 
 @pytest.fixture
 def warming(tmp_path, cache_root, worded_site):
-    """A `cgtool warm` of two pieces that are in the compiler's hands, with a mark that all its compilers carry."""
+    """A `cgtool warm` that is compiling two pieces, with a mark in its compilers' command lines."""
     config = json.dumps({"mark": str(tmp_path)})
     arguments = ("warm", f"{MODEL}:build", "--jobs", 2, "--no-proof", "--adaptor", "worded")
     running = start(*arguments, "--cache-dir", cache_root, "--inductor-config", config, env=worded_site)
@@ -56,5 +56,5 @@ def test_no_process_outlives_a_killed_warm(warming, tmp_path, cache_root, signum
 
 
 def workers_of(compilers):
-    """Return the parents of processes: the workers that started them."""
+    """Return the parents of compilers, which are the workers."""
     return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in compilers]

@@ -1,4 +1,4 @@
-"""What a worker makes of units, what it refuses, and what never leaves this process."""
+"""The units that a worker compiles, refuses and rejects, and those that stay in this process."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_refused_piece_is_compiled_in_this_process(cache_root, tmp_path, monke
 
 
 class Opening(list):
-    """Events; one that tells of two units at a time opens the gate for the first."""
+    """A list of events that opens the gate once an event lists two running units."""
 
     def __init__(self, gate):
         super().__init__()

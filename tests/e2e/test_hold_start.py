@@ -126,5 +126,7 @@ def test_inductors_own_artifacts_say_that_they_need_a_compiler(bare, tmp_path):
     """On the CPU torch builds their kernels as it opens them, where its own cache does not have them."""
     warm_model(f"{CHILD.parent / 'hold_models.py'}:tied", tmp_path / "cache", adaptor="inductor_standalone")
     ran = bare.run([sys.executable, "-c", INDUCTOR, str(tmp_path / "cache"), str(CHILD.parent)])
-    assert ran.out.startswith("ArtifactError Torch builds the C++ code of this artifact when it opens it, and no C++"), ran
+    assert ran.out.startswith(
+        "ArtifactError Torch builds the C++ code of this artifact when it opens it, and no C++"
+    ), ran
     assert "aot_inductor" in ran.out

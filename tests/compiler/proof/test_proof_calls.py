@@ -1,4 +1,4 @@
-"""The whole call beside the model itself: what joins the pieces is proved before an entry is published."""
+"""Whole calls are compared with the model before an entry is published."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ WIDTH = 8
 
 
 def scaled(x: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
-    """Attention's stand-in: writes into a bank, and returns what lies in memory the other way round."""
+    """Stands in for attention: writes into a bank, and returns a tensor with transposed strides."""
     bank.add_(x.sum(0))
     return (x * 2).t().contiguous().t()
 
@@ -46,7 +46,7 @@ cgtool.direct_register_custom_op(
 
 
 class Stack(torch.nn.Module):
-    """Two layers with an op between that the graph is split at, a buffer that is written to, and two outputs."""
+    """Two layers with a splitting op after each, a buffer that is written to, and two outputs."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def of(function, *args, dynamic=None):
 
 
 def mutated(monkeypatch, change):
-    """Have the plan changed between its trace and its proof."""
+    """Change the plan between its trace and its proof."""
     encode = pipeline.encode_plan
     monkeypatch.setattr(pipeline, "encode_plan", lambda plan: encode(change(plan)))
 
@@ -98,7 +98,7 @@ def swapped_weights(variant):
 
 
 def stale(variant):
-    """Give the second op what the first one was given."""
+    """Give the second op the inputs of the first."""
     ops = [n for n, step in enumerate(variant.steps) if step.splitting]
     steps = list(variant.steps)
     steps[ops[1]] = replace(steps[ops[1]], inputs=steps[ops[0]].inputs)
@@ -111,7 +111,7 @@ def swapped_outputs(variant):
 
 
 def without_a_write(variant):
-    """Have the second op write elsewhere than into the bank: into what is of its make, the first layer's bias."""
+    """Make the second op write into the first layer's bias instead of the bank."""
     ops = [n for n, step in enumerate(variant.steps) if step.splitting]
     bias = next(n for n, item in enumerate(variant.inputs) if item.source == "self.first.bias")
     bank = next(n for n, item in enumerate(variant.inputs) if item.source == "self.bank")
@@ -125,7 +125,7 @@ def test_a_correct_entry_is_published_with_the_sizes_it_was_proved_at(spec, tmp_
     result = warm(spec, config=CONFIG, cache_dir=tmp_path)
     general, one = result.manifest.variants
     assert [sizes["rows"] for sizes in general.proved_at][:2] == [4, 2]
-    assert 100 < general.proved_at[2]["rows"] < 20_000  # within a megabyte, what is between the pieces among it
+    assert 100 < general.proved_at[2]["rows"] < 20_000  # limited to a megabyte, including intermediate values
     assert one.proved_at == ({"rows": 1},)
     assert result.notes == ()
 
@@ -256,7 +256,7 @@ def test_a_model_that_does_not_run_eagerly_is_noted_and_stored(tmp_path):
 
 
 def test_a_model_that_cannot_run_in_a_fork_is_called_in_this_process(tmp_path):
-    """A torch that knows CUDA computes no gradients in a fork of a process that computed some, as a trace does."""
+    """A torch with CUDA cannot compute gradients in a fork of a process that has computed some, as a trace does."""
     here = os.getpid()
 
     def forward(self, x):
@@ -354,7 +354,7 @@ def test_the_model_keeps_its_tensors_and_their_values(spec, tmp_path, request, h
 def test_state_that_a_call_leaves_is_reset_before_the_next(tmp_path):
     layer = torch.nn.GRU(
         4, 4
-    ).eval()  # has weak references to its weights, and keeps a new list of them when they change
+    ).eval()  # keeps weak references to its weights, and makes a new list of them when they change
     result = warm(
         cgtool.ModelSpec(module=layer, calls=[cgtool.ExampleCall(args=(torch.ones(3, 4),))]),
         config=CONFIG,

@@ -1,13 +1,12 @@
-"""The proving process: it answers, dies with a name and advice, and is started again."""
+"""The proving process answers; its crashes are reported with advice, and it is restarted."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from cli_harness import forked
 from piece_cases import CASES, X, call, graph, tensor, with_results
 from proof_doubles import IMPORTS
 
@@ -89,8 +88,8 @@ graph = decode(data, PieceGraph)
 assert prove_artifact(data, adaptor="eager", graph=graph).proved
 print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr
+    done = forked(program)
+    assert done.out.strip() == "[]", done.err
 
 
 def test_a_closed_prover_starts_no_process():

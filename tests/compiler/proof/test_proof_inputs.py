@@ -1,4 +1,4 @@
-"""Inputs are in range, of the exact make, and the same in every process; sizes satisfy what the graph says of them."""
+"""Drawn inputs are in range, have exact layouts and are reproducible; sizes satisfy the graph's facts."""
 
 from __future__ import annotations
 

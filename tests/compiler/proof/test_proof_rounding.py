@@ -1,4 +1,4 @@
-"""Where the proof turns an artifact away, the compiler is asked once more: to round all that eager rounds."""
+"""If the proof rejects an artifact in half precision, it is compiled again with eager's rounding."""
 
 from __future__ import annotations
 

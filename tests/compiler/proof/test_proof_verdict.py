@@ -1,4 +1,4 @@
-"""A right artifact passes, and each way to be wrong is caught, whatever the piece does."""
+"""Right artifacts pass, and every kind of wrong artifact is caught."""
 
 from __future__ import annotations
 
