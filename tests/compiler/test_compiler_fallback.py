@@ -61,7 +61,7 @@ def spec_of(model):
 
 
 def run(model, root, **fields):
-    config = CompilationConfig(**{"adaptor": "inductor_standalone", "jobs": 0, **fields})
+    config = CompilationConfig(**{"adaptor": "inductor_standalone", "jobs": 0, "proof": False, **fields})
     return warm(spec_of(model), config=config, cache_dir=root)
 
 

@@ -54,7 +54,8 @@ def warmed(model, root, *, jobs=4, on_event=lambda _: None, **factory_args):
     """Warm a model with the adaptor `eager`; return the report and the number of traces in this process."""
     before = counters()["traces"]
     choice = ModelChoice(model=str(model), factory_args=factory_args)
-    report = warm(choice, config=CompilationConfig(adaptor="eager", jobs=jobs), cache_dir=root, on_event=on_event)
+    config = CompilationConfig(adaptor="eager", jobs=jobs, proof=False)
+    report = warm(choice, config=config, cache_dir=root, on_event=on_event)
     return report, counters()["traces"] - before
 
 

@@ -1,6 +1,7 @@
 """Whole calls are compared with the model before an entry is published."""
 
 import copy
+import dataclasses
 import os
 import signal
 import subprocess
@@ -61,14 +62,16 @@ class Stack(torch.nn.Module):
         return z + x, y - x
 
 
-DYNAMIC = {"x": {0: "rows"}, "out": {0: "rows"}}
+GENERAL = {"x": {0: ("rows", 2, None)}, "out": {0: ("rows", 2, None)}}
+#: With a second variant, for one row.
+TWO_VARIANTS = {"x": {0: "rows"}, "out": {0: "rows"}}
 
 
 @pytest.fixture
 def spec():
     torch.manual_seed(1)
     call = cgtool.ExampleCall(args=(torch.randn(4, WIDTH), torch.zeros(4, WIDTH)))
-    return cgtool.ModelSpec(module=Stack().eval().requires_grad_(requires_grad=False), calls=[call], dynamic=DYNAMIC)
+    return cgtool.ModelSpec(module=Stack().eval().requires_grad_(requires_grad=False), calls=[call], dynamic=GENERAL)
 
 
 def of(function, *args, dynamic=None):
@@ -122,7 +125,7 @@ def without_a_write(variant):
 
 
 def test_a_correct_entry_is_published_with_the_sizes_it_was_proved_at(spec, tmp_path):
-    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    result = warm(dataclasses.replace(spec, dynamic=TWO_VARIANTS), config=CONFIG, cache_dir=tmp_path)
     general, one = result.manifest.variants
     assert [sizes["rows"] for sizes in general.proved_at][:2] == [4, 2]
     assert 100 < general.proved_at[2]["rows"] < 20_000  # limited to a megabyte, including intermediate values
@@ -167,7 +170,7 @@ def test_a_wrong_restride_is_refused(spec, tmp_path, monkeypatch):
 
 
 def test_outputs_have_eager_strides_even_if_the_trace_has_others(spec, tmp_path):
-    warm(spec, config=CONFIG, cache_dir=tmp_path)
+    warm(dataclasses.replace(spec, dynamic=TWO_VARIANTS), config=CONFIG, cache_dir=tmp_path)
     loaded = cgtool.load(spec.module, cache_dir=tmp_path)
     for rows in (1, 2, 5):
         args = torch.randn(rows, WIDTH), torch.zeros(rows, WIDTH)
@@ -439,6 +442,7 @@ def test_added_artifacts_are_proved_before_the_manifest_names_them(spec, tmp_pat
 
 
 def test_a_later_warm_adds_a_skipped_proof(spec, tmp_path):
+    spec = dataclasses.replace(spec, dynamic=TWO_VARIANTS)
     warm(spec, config=CONFIG.replace(proof=False), cache_dir=tmp_path)
     result = warm(spec, config=CONFIG, cache_dir=tmp_path)
     assert result.reasons == ("2 variants have not been compared with the model yet",)
