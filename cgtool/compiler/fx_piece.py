@@ -98,9 +98,9 @@ class RebuiltPiece(RebuiltSymbols):
 
 
 def _check_sizes_from_data(guard: str, graph: PieceGraph) -> None:
-    """Refuse a guard on sizes that come from data, unless small sizes satisfy it: nobody can choose these sizes.
+    """Refuse a guard on sizes that come from data, unless all small sizes satisfy it, as they do an upper limit.
 
-    Only sizes that come from data may be 0 or 1 in a graph.
+    Only sizes from data may be 0 or 1 in a graph, and the user cannot choose them.
     """
     from_data = [symbol for symbol in graph.symbols if symbol.min < _FIRST_USUAL and symbol.name in symbols_of(guard)]
     if not from_data:

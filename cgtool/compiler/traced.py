@@ -148,7 +148,7 @@ class VariantTracer:
         return tuple(self.split(call.name, fixed, trace) for trace in traces)
 
     def _left_by_others(self, call: ExampleCall) -> tuple[State, ...]:
-        """Return the states that calls of other sizes leave the model in, if these states have dynamic sizes."""
+        """Return the states that calls of this and of other sizes leave the model in, if their sizes are dynamic."""
         if call.name in self._states:
             return self._states[call.name]
         example = sizes_of(call, self.signature, self.dims)

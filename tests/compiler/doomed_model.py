@@ -1,4 +1,4 @@
-"""A model whose compiler never ends: what a test interrupts. Importing it makes that compiler `worded`."""
+"""A model whose compiler never ends, for tests of signals. Importing it registers that compiler as `worded`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "worded"
 
 
 class Endless(EagerAdaptor):
-    """Starts a child, as a compiler does, writes down who runs, and waits for the child."""
+    """Starts a child, as a compiler does, records its process id, and waits for it."""
 
     name = NAME
     compiles = True

@@ -1,7 +1,7 @@
-"""An adaptor that does to its process what a piece says, in a worker as in any other process.
+"""An adaptor that crashes, hangs or otherwise harms its process, as a piece tells it to.
 
-A piece adds a number to its input: 0 compiles as eager does, and each name of `DEEDS` has a number of its own.
-Importing this module registers the adaptor, which is how a worker comes to know it.
+A piece adds a number to its input: 0 compiles as eager does, and each of `DEEDS` has its own number. Importing this
+module registers the adaptor; workers import it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Node, PieceGraph, SymbolRange, TensorMeta
 
 NAME = "hostile"
-#: No compiler on this machine is called so.
+#: An unusual argument, so that the child is found by its command line.
 CHILD_SECS = "86399"
 
 
@@ -36,13 +36,13 @@ def segfault():
 
 
 def hang():
-    child = subprocess.Popen(["sleep", CHILD_SECS])  # stands for the host's compiler
+    child = subprocess.Popen(["sleep", CHILD_SECS])  # stands in for the host's compiler
     os.write(1, f"child {child.pid}\n".encode())
     child.wait()
 
 
 def hang_deaf():
-    """Hang as native code does that holds the GIL and was told to ignore SIGTERM."""
+    """Hang like native code that holds the GIL and ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.PyDLL(None).sleep(86399)
 
@@ -71,7 +71,7 @@ def break_compiler():
 
 
 def kill_worker():
-    """Kill who started this worker, where an executor did: the child, its keeper, the executor's worker."""
+    """Kill the executor's worker, which is the parent of this child's keeper."""
     keeper = os.getppid()
     os.kill(int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
     signal.pause()
@@ -85,7 +85,7 @@ WAIT = 120
 
 @register_adaptor(NAME)
 class Hostile(EagerAdaptor):
-    """Does what the piece says and then compiles it as eager does."""
+    """Does the piece's deed, and then compiles it as eager does."""
 
     name = NAME
     compiles = True
@@ -120,7 +120,7 @@ def _settings():
 
 
 def piece_of(number):
-    """Return a piece that says `number`, for any length."""
+    """Return a piece of dynamic length that adds `number`."""
     meta = TensorMeta(dtype="float32", shape=("s0", 8), stride=(8, 1), device="cpu")
     return PieceGraph(
         symbols=(SymbolRange(name="s0", min=2, max=None),),
@@ -135,7 +135,7 @@ def piece_of(number):
 
 
 def work_of(*numbers, adaptor=NAME):
-    """Return work for one variant with a piece for each number."""
+    """Return the work for one variant with a piece for each number."""
     return [
         Work(
             variant=0,

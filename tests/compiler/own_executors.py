@@ -1,4 +1,4 @@
-"""Executors that another distribution brings: threads and processes of this machine, and one that lies."""
+"""Executors of another distribution: threads and processes of this machine, and one that lies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def processes(url):
 
 
 def liars(url):
-    """A worker that proves one artifact and sends back another."""
+    """Return an executor whose worker proves one artifact and returns another."""
     return _Liars(1)
 
 

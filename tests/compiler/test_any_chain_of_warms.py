@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import linecache
@@ -18,18 +19,48 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 pytest.importorskip("torch")
 
 import torch
-from standing_adaptor import SERVED, Standing
 from torch import nn
 
 import cgtool
 from cgtool import CompilationConfig, adaptor_registry
+from cgtool.compiler.adaptors.eager import EagerAdaptor
 from cgtool.compiler.pipeline import warm
 from cgtool.errors import CacheMissError
+from cgtool.plan.grammar import digest_of
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.bundle.import_ import import_bundle
 
 pytestmark = pytest.mark.torch
+
+#: One item for each call: the ranges of the graph's symbols, and whether the artifact was tuned.
+SERVED = []
+
+
+class Standing(EagerAdaptor):
+    """Stands in for a compiler; its artifacts contain whether they were tuned, and record each call."""
+
+    name = "inductor_standalone"
+    kind = "aot"
+    compiles = True
+
+    def compute_hash(self, options, *, max_autotune=False):
+        return digest_of([super().compute_hash(options), max_autotune])
+
+    def compile(self, graph, *, options, max_autotune=False):
+        piece = super().compile(graph, options=options)
+        return dataclasses.replace(piece, artifact=piece.artifact + b" " * max_autotune)
+
+    def load(self, data, graph):
+        function = super().load(data, graph)
+        served = {"symbols": [(symbol.min, symbol.max) for symbol in graph.symbols], "tuned": data.endswith(b" ")}
+
+        def run(args):
+            SERVED.append(served)
+            return function(args)
+
+        return run
+
 
 #: All versions of the file have the same size, so only their content differs.
 SOURCE = """
@@ -57,7 +88,7 @@ class Chain(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.root = self.folder / "cache"
         self.source = self.folder / "chain_model.py"
-        self.asked = {}
+        self.requested = {}
         self.units = set()
         self.grad = torch.no_grad()
         self.grad.__enter__()
@@ -102,7 +133,7 @@ class Chain(RuleBasedStateMachine):
     @rule(wish=wishes, dim=dims, level=levels, prefix=prefixes)
     def warm(self, wish, dim, level, prefix):
         shape = wish if wish == ("general",) else (*wish, dim)
-        entry = self.asked.setdefault((self.scale, level, prefix), set())
+        entry = self.requested.setdefault((self.scale, level, prefix), set())
         wanted = {("general",), shape}
         result = self.warm_for(wish, dim, level, prefix)
         assert result.hit == (wanted <= entry), (wanted, entry, result.reasons)
@@ -115,7 +146,7 @@ class Chain(RuleBasedStateMachine):
 
     @rule(level=levels, prefix=prefixes, sizes=st.sampled_from(CALLS))
     def load(self, level, prefix, sizes):
-        module, entry = self.module(), self.asked.get((self.scale, level, prefix))
+        module, entry = self.module(), self.requested.get((self.scale, level, prefix))
         config = CompilationConfig(adaptor="inductor_standalone", level=level)
         if entry is None:
             with pytest.raises(CacheMissError):
@@ -140,7 +171,7 @@ class Chain(RuleBasedStateMachine):
     @rule()
     def move(self):
         """Export everything, and go on with a new cache that imported it."""
-        if not self.asked:
+        if not self.requested:
             return
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         bundle = folder / "bundle.tar.zst"

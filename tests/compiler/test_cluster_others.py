@@ -80,9 +80,9 @@ def test_a_warm_on_mpi(found, cache_root):
 @pytest.mark.slow
 def test_an_interruption_ends_processes_of_mpi(found, cache_root, tmp_path):
     command = [*mpi(), "warm", MODEL, "--executor", "mpi"]
-    code, said, begun = interrupt(command, cache_root, tmp_path, num_begun=2, variables=found)
+    code, output, begun = interrupt(command, cache_root, tmp_path, num_begun=2, variables=found)
     assert code != 0
-    assert "What was finished is kept" in said
+    assert "What was finished is kept" in output
     assert begun() == 2
     assert stored_units(cache_root) == 1
 
@@ -122,9 +122,9 @@ def test_a_warm_on_ray(ray_head, found, cache_root, tmp_path):
         compile_on(on_the_machine, hostile.work_of(killer, 0, 50), cache_root / "other")
     assert stored_units(cache_root / "other") == 2
     command = [sys.executable, "-m", "cgtool", "warm", MODEL, "--executor", on_the_machine]
-    code, said, begun = interrupt(command, cache_root / "third", tmp_path, num_begun=3, variables=found)
+    code, output, begun = interrupt(command, cache_root / "third", tmp_path, num_begun=3, variables=found)
     assert code == 130
-    assert "What was finished is kept" in said
+    assert "What was finished is kept" in output
     site = found["PYTHONPATH"].partition(os.pathsep)[0]
     wait_until(lambda: not processes_with(site))  # children of the workers, while the gate is shut
     assert begun() == 3

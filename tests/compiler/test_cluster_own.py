@@ -102,8 +102,8 @@ def test_a_worker_with_another_torch_and_gpu_refuses_with_both_reasons(cache_roo
     work = [replace(unit, tuned=True) for unit in hostile.work_of(0)]
     with pytest.raises(UnitsFailedError, match="no worker of threads:1 accepts it") as caught:
         compile_on("threads:1", work, cache_root)
-    for words in ('torch.version was "2.99.0" and is "', "target.accelerators"):
-        assert words in str(caught.value)
+    for message in ('torch.version was "2.99.0" and is "', "target.accelerators"):
+        assert message in str(caught.value)
     assert stored_units(cache_root) == 0
 
 
@@ -116,17 +116,17 @@ def test_a_missing_library_is_reported_with_its_pip_command(monkeypatch, url):
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         ("no_such://x", "There is no executor 'no_such'; available are dask"),
         ("threads:many", "The executor 'threads' cannot be created: ValueError"),
         ("nothing", "returned a str instead of a concurrent.futures.Executor"),
     ],
 )
-def test_an_invalid_executor_is_an_error(own, url, words):
+def test_an_invalid_executor_is_an_error(own, url, message):
     with pytest.raises(ConfigError) as caught:
         open_engine(url)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_unknown_executor_is_reported_before_tracing(site, cache_root):

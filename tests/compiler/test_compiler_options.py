@@ -29,7 +29,7 @@ def test_user_options_override_defaults():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"max_autotun": True}, "nearest is 'max_autotune'"),
         ({"triton.cudagraph": True}, "nearest is 'triton.cudagraphs'"),
@@ -39,10 +39,10 @@ def test_user_options_override_defaults():
         ({"epilogue_fusion": "no"}, "takes a bool"),
     ],
 )
-def test_an_unknown_or_reserved_option_is_an_error(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_unknown_or_reserved_option_is_an_error(options, message):
+    with pytest.raises(ConfigError, match=message):
         inductor_patches(options, max_autotune=False)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         get_adaptor("inductor_standalone").compute_hash(options)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.fx.experimental._config as shape_config
+from cli_harness import forked
 from piece_cases import CASES, W, X, call, graph, in_a_process, method, size, tensor
 from torch.utils._appending_byte_serializer import BytesReader, BytesWriter
 
@@ -17,7 +18,6 @@ from cgtool.compiler.sizes import choose_hints
 from cgtool.errors import ArtifactError, CompileError
 from cgtool.graph.expressions import evaluate
 from cgtool.guards._torch import changed_inductor_settings
-from cgtool.plan.grammar import sha256_hex
 from cgtool.runtime.op_by_op import piece_function
 
 pytestmark = pytest.mark.torch
@@ -64,30 +64,22 @@ def test_fixed_sizes_leave_no_symbols():
 COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_compiler_piece import digests
-print(digests())
+from piece_cases import CASES
+from cgtool.compiler.adaptors.interface import get_adaptor
+from cgtool.plan.grammar import sha256_hex
+for name in ("two inputs", "a fact", "constants"):
+    compiled = get_adaptor("inductor_standalone").compile(CASES[name].piece, options={})
+    print(sha256_hex(compiled.artifact), compiled.kernels, compiled.guards)
 """
 
 
-def digests():
-    """Compile three cases; return their artifacts' digests, kernels and guards."""
-    compiler = get_adaptor("inductor_standalone")
-    compiled = [compiler.compile(CASES[name].piece, options={}) for name in ("two inputs", "a fact", "constants")]
-    return [(sha256_hex(piece.artifact), piece.kernels, piece.guards) for piece in compiled]
-
-
 def test_two_processes_compile_a_piece_to_the_same_bytes(tmp_path):
-    here = digests()
-    there = in_a_process(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + COMPILE,
-        cwd=tmp_path,
-        PYTHONHASHSEED="2",
-        HOME=str(tmp_path),
-        MASTER_PORT="1234",
-        OMP_NUM_THREADS="1",
+    first = forked(COMPILE, Path(__file__).parents[1], compiles=True).out
+    second = in_a_process(
+        COMPILE, cwd=tmp_path, PYTHONHASHSEED="2", HOME=str(tmp_path), MASTER_PORT="1234", OMP_NUM_THREADS="1"
     )
-    assert there.strip() == str(here)
-    assert len(set(here)) == 3
+    assert first == second
+    assert len(set(first.splitlines())) == 3
 
 
 LOAD = """
@@ -143,11 +135,11 @@ def test_an_artifact_of_another_torch_or_a_damaged_one_is_refused():
             compiler.load(torn, piece)
 
 
-@pytest.mark.parametrize(("adaptor", "words"), [("eager", "a different piece"), ("inductor", "Warm again")])
-def test_an_artifact_of_another_piece_or_a_damaged_one_is_refused(adaptor, words):
+@pytest.mark.parametrize(("adaptor", "message"), [("eager", "a different piece"), ("inductor", "Warm again")])
+def test_an_artifact_of_another_piece_or_a_damaged_one_is_refused(adaptor, message):
     compiler = get_adaptor(adaptor)
     artifact = compiler.compile(CASES["two inputs"].piece, options={}).artifact
-    with pytest.raises(ArtifactError, match=words):
+    with pytest.raises(ArtifactError, match=message):
         compiler.load(artifact, CASES["one output twice"].piece)
     with pytest.raises(ArtifactError, match="damaged"):
         compiler.load(artifact[:30], CASES["two inputs"].piece)

@@ -144,9 +144,9 @@ MEANINGLESS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "fields", "words"), MEANINGLESS)
-def test_sizes_and_ranges_that_do_not_apply_are_errors(plan, fields, words):
-    with pytest.raises(UsageError, match=words):
+@pytest.mark.parametrize(("plan", "fields", "message"), MEANINGLESS)
+def test_sizes_and_ranges_that_do_not_apply_are_errors(plan, fields, message):
+    with pytest.raises(UsageError, match=message):
         wanted(plan, CompilationConfig(adaptor="eager", **fields))
 
 

@@ -63,8 +63,8 @@ class HookedStore:
 def test_ranks_exchange_messages(store):
     def say(rank):
         with Ranks(store, rank, 3) as ranks:
-            words = ranks.meet("sizes", f"{rank}\n{rank}")
-            return words, ranks.agree("yes", yes=True), ranks.agree("no", yes=rank != 1)
+            messages = ranks.meet("sizes", f"{rank}\n{rank}")
+            return messages, ranks.agree("yes", yes=True), ranks.agree("no", yes=rank != 1)
 
     assert came_of(*(lambda rank=rank: say(rank) for rank in range(3))) == [(["0\n0", "1\n1", "2\n2"], True, False)] * 3
 
@@ -85,25 +85,25 @@ def test_ranks_in_different_meetings_learn_it_and_meet_later(store):
         return ranks.meet("the report", "zero", insists=True)
 
     with Ranks(store, 0, 2) as first, Ranks(store, 1, 2) as second:
-        told = came_of(lambda: prove(first), lambda: second.meet("the report", "one", insists=True))
-    assert told == [["zero", "one"]] * 2
+        outcomes = came_of(lambda: prove(first), lambda: second.meet("the report", "one", insists=True))
+    assert outcomes == [["zero", "one"]] * 2
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words", "code"),
+    ("error", "kind", "message", "code"),
     [
         (None, RankAbsentError, "rank 1 has finished already", 1),
         (Failed("no weights in \udcff"), RankLostError, r"Rank 1 failed: no weights in \\udcff", 3),
     ],
 )
-def test_a_rank_that_left_is_not_awaited(store, error, kind, words, code):
+def test_a_rank_that_left_is_not_awaited(store, error, kind, message, code):
     def leave():
         with Ranks(store, 1, 2):
             if error is not None:
                 raise error
 
     came_of(leave)
-    with Ranks(store, 0, 2) as ranks, pytest.raises(kind, match=words) as raised:
+    with Ranks(store, 0, 2) as ranks, pytest.raises(kind, match=message) as raised:
         ranks.meet("calls", "y")
     assert raised.value.exit_code == code
 

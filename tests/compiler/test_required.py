@@ -119,8 +119,8 @@ def test_required_sizes_that_the_model_cannot_run_are_noted_and_fail_a_check(cac
     model = Conv().eval()
     wanted = spec(model, {"n": (1, 64)})
     result = warm(wanted, config=EAGER, cache_dir=cache_root)
-    (said,) = (note for note in result.notes if "n = 2" in note)
-    assert said.startswith("No variant serves n = 2, at which the model itself does not run: Calculated padded input")
+    (note,) = (note for note in result.notes if "n = 2" in note)
+    assert note.startswith("No variant serves n = 2, at which the model itself does not run: Calculated padded input")
     assert warm(wanted, config=EAGER, cache_dir=cache_root).hit  # another trace would leave out the same
     with pytest.raises(CacheMissError):
         warm(wanted, config=EAGER, cache_dir=cache_root, check=True)
@@ -165,9 +165,9 @@ def test_static_where_fixed_makes_a_fixed_dimension_static(cache_root):
     model = Fixed().eval()
     given = spec(model, {}, columns=3, dynamic=BOTH, static_where_fixed=True)
     result = warm(given, config=EAGER, cache_dir=cache_root)
-    (said,) = (note for note in result.notes if note.startswith("n serves"))
+    (note,) = (note for note in result.notes if note.startswith("n serves"))
     because = r"`return x\.sum\(1\) \+ torch\.arange\(4\.0\)` \(test_required\.py:\d+\)\."
-    assert re.fullmatch(rf"n serves only 4, the example's size, because of {because}", said)
+    assert re.fullmatch(rf"n serves only 4, the example's size, because of {because}", note)
     compare(model, cache_root, [(4, 1), (4, 2), (4, 9)])
     with pytest.raises(GuardError):
         cgtool.load(model, cache_dir=cache_root)(torch.rand(5, 3))

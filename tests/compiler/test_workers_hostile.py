@@ -103,8 +103,8 @@ def test_workers_apply_the_settings_of_this_process(cache_root):
         torch.set_float32_matmul_precision(before)
         torch.set_default_dtype(torch.float32)
     (path,) = (cache_root / "entry").rglob(f"{row.artifact.digest}.*")
-    _, said = split_origin(path.read_bytes(), row.artifact.kind)
-    assert ast.literal_eval(said.decode()) == wanted
+    _, code = split_origin(path.read_bytes(), row.artifact.kind)
+    assert ast.literal_eval(code.decode()) == wanted
 
 
 class Crashing:

@@ -1,4 +1,4 @@
-"""Models whose variants are traced in children, and factories that come to grief there."""
+"""Models for tracing in children, and factories that fail there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cgtool import ExampleCall, ModelSpec
 
 
 class Convolved(nn.Module):
-    """Runs at lengths from 3 on."""
+    """Runs only at lengths from 3 on."""
 
     def __init__(self):
         super().__init__()
@@ -50,14 +50,14 @@ def activated(width=4):
 
 
 def dying(parent):
-    """Build a model, and kill each process that does but the parent."""
+    """Build a model in the parent, and kill any other process."""
     if os.getpid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
     return activated()
 
 
 def hanging(parent, width=4):
-    """Build a model, and never come to an end in another process than the parent."""
+    """Build a model in the parent, and hang in any other process."""
     if os.getpid() != parent:
         time.sleep(3600)
     return activated(width)

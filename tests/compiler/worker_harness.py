@@ -1,4 +1,4 @@
-"""What the tests of workers share: a warm of hand-made work, and who of a process group is alive."""
+"""Helpers for tests of workers: warms of hand-made work, and checks for living processes."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from cgtool.store.layout import CacheLayout
 
 @functools.cache
 def shared_pool():
-    """Return the two workers of this process, which start once for all tests."""
+    """Return a pool of two workers, which all tests of this process share."""
     pool = WorkerPool(jobs=2, inductor=False)
     atexit.register(pool.close)
     return pool
 
 
 def compile_all(work, root, *, timeout_secs=None, options=None, events=None, own=0):
-    """Compile `work` into a cache with workers, as a warm does: with so many of its own, or those of all tests."""
+    """Compile `work` into a cache as a warm does: with `own` new workers, or with the shared ones."""
     layout = CacheLayout(root=root)
     config = CompilationConfig(inductor_compile_config=options or {})
-    told = events if events is not None else []
+    on_event = ([] if events is None else events).append
     with WorkerPool(jobs=own, inductor=False) if own else contextlib.nullcontext(shared_pool()) as pool:
         pool._timeout_secs = timeout_secs
-        manager = CompilerManager(layout, config, on_event=told.append, pool=pool)
-        return compile_work(work, objects=ObjectStore(root / "entry"), manager=manager, pool=pool, on_event=told.append)
+        manager = CompilerManager(layout, config, on_event=on_event, pool=pool)
+        return compile_work(work, objects=ObjectStore(root / "entry"), manager=manager, pool=pool, on_event=on_event)
 
 
 def compile_on(url, work, root, *, timeout_secs=None, prove=False, options=None, events=None, patience_secs=300.0):
     """Compile `work` into a cache with the workers of an executor, as a warm does."""
     layout = CacheLayout(root=root)
     config = CompilationConfig(inductor_compile_config=options or {})
-    told = events if events is not None else []
+    on_event = ([] if events is None else events).append
     how = {"timeout_secs": timeout_secs, "prove": prove, "inductor": False, "patience_secs": patience_secs}
-    with Cluster(url, on_event=told.append, **how) as cluster:
-        manager = CompilerManager(layout, config, on_event=told.append, pool=cluster)
+    with Cluster(url, on_event=on_event, **how) as cluster:
+        manager = CompilerManager(layout, config, on_event=on_event, pool=cluster)
         objects = ObjectStore(root / "entry")
-        return compile_work(work, objects=objects, manager=manager, pool=cluster, on_event=told.append)
+        return compile_work(work, objects=objects, manager=manager, pool=cluster, on_event=on_event)
 
 
 def stored_units(root):
@@ -59,10 +59,10 @@ def stored_units(root):
 
 
 def interrupt(command, root, folder, *, num_begun, variables):
-    """Give a warm with the adaptor `worded`, and interrupt it once so many units were begun and the first is stored.
+    """Start a warm with the adaptor `worded`; interrupt it once `num_begun` units have started and one is stored.
 
     Returns:
-        How it ended, what it said, and a function that lets the units go on and returns how many were begun.
+        Its exit code, its output, and a function that lets the units continue and returns how many have started.
     """
     log, gate = folder / "log", folder / "gate"
     options = ["--adaptor", "worded", "--cache-dir", str(root)]
@@ -71,13 +71,13 @@ def interrupt(command, root, folder, *, num_begun, variables):
     wait_until(lambda: log.exists() and len(log.read_text().split()) == num_begun, secs=180)
     wait_until(lambda: stored_units(root) == 1)
     warm.send_signal(signal.SIGINT)
-    said = warm.communicate(timeout=60)[1]
+    output = warm.communicate(timeout=60)[1]
 
     def let_go():
         gate.touch()
         return len(log.read_text().split())
 
-    return warm.returncode, said, let_go
+    return warm.returncode, output, let_go
 
 
 def is_alive(pid):
@@ -95,11 +95,11 @@ def wait_until(check, *, secs=60.0):
         if found:
             return found
         time.sleep(0.05)
-    raise AssertionError("it did not come about in time")
+    raise AssertionError("the condition was not met in time")
 
 
 def processes_with(word):
-    """Return the ids of the processes that have `word` in their command line, without this one."""
+    """Return the ids of other processes with `word` in their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Adaptors that compile wrong code on purpose; the proving child imports this file and has them too."""
+"""An adaptor that produces wrong results on purpose; the proving child imports this file too."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _one_element(outputs, inputs):
 
 
 def _one_row(outputs, inputs):
-    """As if the rest of a loop was left out."""
+    """Zero the last row, as if a loop stopped early."""
     outputs[0] = outputs[0].clone()
     outputs[0][-1] = 0
 
 
 def _otherwise_rounded(outputs, inputs):
-    """As code that rounds in other places gives it."""
+    """Round differently, like code that rounds in other places."""
     signs = torch.arange(outputs[0].numel()).mul(7919).remainder(2).mul(2).sub(1).view(outputs[0].shape)
     outputs[0] = (outputs[0].double() * (1 + 1.5 * torch.finfo(outputs[0].dtype).eps * signs)).to(outputs[0].dtype)
 
@@ -97,7 +97,7 @@ def _promised_and_wrong(outputs, inputs):
     outputs[0][-1] = 0
 
 
-#: name → what is done to the outputs and inputs of a right run
+#: Name → the change to the outputs and inputs of a right run.
 SPOILED = {
     "a factor of 1.01": _first_scaled,
     "other strides": _transposed,
@@ -117,7 +117,7 @@ SPOILED = {
 
 
 class Double(CompilerInterface):
-    """Runs the piece eagerly, and spoils it as the artifact says."""
+    """Runs the piece eagerly, and spoils the results as the artifact says."""
 
     name = "double"
     rounding = MappingProxyType({"rounds": True})
@@ -154,7 +154,7 @@ class Double(CompilerInterface):
 
 
 def in_float32(graph):
-    """Return what a good compiler makes of a piece in half precision: it rounds where it stores, and nowhere else."""
+    """Return a piece in half precision as good compilers compile it: rounded only where it stores."""
     text = graph.canonical().decode()
     for narrow in ("bfloat16", "float16"):
         text = text.replace(f'"{narrow}"', '"float32"')

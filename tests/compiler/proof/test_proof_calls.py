@@ -134,7 +134,7 @@ def test_a_correct_entry_is_published_with_the_sizes_it_was_proved_at(spec, tmp_
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         pytest.param(swapped_weights, r"output\[\d\] is ", id="swapped input"),
         pytest.param(stale, r"output\[\d\] is ", id="stale value"),
@@ -142,9 +142,9 @@ def test_a_correct_entry_is_published_with_the_sizes_it_was_proved_at(spec, tmp_
         pytest.param(without_a_write, "bank is ", id="dropped write"),
     ],
 )
-def test_a_wrong_plan_is_refused_with_the_difference_and_not_published(spec, tmp_path, monkeypatch, change, words):
+def test_a_wrong_plan_is_refused_with_the_difference_and_not_published(spec, tmp_path, monkeypatch, change, message):
     mutated(monkeypatch, each_variant(change))
-    with pytest.raises(CallMismatchError, match=words) as raised:
+    with pytest.raises(CallMismatchError, match=message) as raised:
         warm(spec, config=CONFIG, cache_dir=tmp_path)
     assert "variant default, rows=4" in str(raised.value)
     assert "Nothing new was published" in str(raised.value)

@@ -6,11 +6,15 @@ import json
 import os
 
 import pytest
+import torch
 from cli_harness import forked
 from piece_cases import CASES, X, call, graph, tensor, with_results
 from proof_doubles import IMPORTS
 
+import cgtool
+from cgtool import CompilationConfig, ExampleCall, ModelSpec
 from cgtool.child import descendants
+from cgtool.compiler.pipeline import warm
 from cgtool.compiler.proof.prover import Prover
 from cgtool.compiler.request import Provider
 from cgtool.errors import ProofCrashError, ProofMismatchError
@@ -43,7 +47,7 @@ def test_a_mismatch_raises_and_the_child_survives(prover):
 
 
 @pytest.mark.parametrize(
-    ("word", "name", "said"),
+    ("word", "name", "message"),
     [
         pytest.param(
             "SIGSEGV",
@@ -57,8 +61,8 @@ def test_a_mismatch_raises_and_the_child_survives(prover):
         pytest.param("exit", None, "exit code 7(.|\n)*some last words", id="exit"),
     ],
 )
-def test_a_crash_of_the_child_is_named(prover, word, name, said):
-    with pytest.raises(ProofCrashError, match=said) as caught:
+def test_a_crash_of_the_child_is_named(prover, word, name, message):
+    with pytest.raises(ProofCrashError, match=message) as caught:
         prove(prover, word)
     assert caught.value.signal_name == name
 
@@ -99,3 +103,29 @@ def test_a_closed_prover_starts_no_process():
         late.start()
     with pytest.raises(ClosedError):
         prove(late, "right")
+
+
+def warmed_in(dtype, root, **options):
+    model = torch.nn.Linear(8, 8).to(dtype).eval()
+    spec = ModelSpec(
+        module=model,
+        calls=[ExampleCall(args=(torch.rand(3, 8, dtype=dtype),))],
+        dynamic={"input": {0: ("rows", 2, 64)}},
+    )
+    config = CompilationConfig(adaptor="double", jobs=0, inductor_compile_config=options)
+    return model, warm(spec, config=config, cache_dir=root)
+
+
+@torch.no_grad()
+def test_a_mismatch_in_half_precision_is_compiled_again_with_rounding(tmp_path):
+    model, result = warmed_in(torch.bfloat16, tmp_path)
+    assert result.manifest.fallbacks == ()
+    assert [row.artifact.proved for row in result.manifest.rows] == [True]
+    x = torch.rand(5, 8, dtype=torch.bfloat16)
+    torch.testing.assert_close(cgtool.load(model, cache_dir=tmp_path)(x), model(x))
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"rounds": False})])
+def test_no_second_compile_for_float32_or_if_the_user_sets_the_option(tmp_path, dtype, options):
+    _, result = warmed_in(dtype, tmp_path, **options)
+    assert [fallback.adaptor for fallback in result.manifest.fallbacks] == ["eager"]

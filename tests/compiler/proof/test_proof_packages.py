@@ -46,7 +46,7 @@ def package_of(tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "said"),
+    ("source", "name", "message"),
     [
         pytest.param(
             "static void go(void) __attribute__((constructor)); static void go(void) { *(volatile int *)0 = 1; }",
@@ -69,8 +69,8 @@ def package_of(tmp_path, source):
         ),
     ],
 )
-def test_native_code_that_crashes_when_opened_is_named(prover, tmp_path, source, name, said):
-    with pytest.raises(ProofCrashError, match=said) as caught:
+def test_native_code_that_crashes_when_opened_is_named(prover, tmp_path, source, name, message):
+    with pytest.raises(ProofCrashError, match=message) as caught:
         prover.prove(package_of(tmp_path, source), adaptor="aot_inductor", graph=PIECE)
     assert caught.value.signal_name == name
     assert "Fatal Python error" in str(caught.value)

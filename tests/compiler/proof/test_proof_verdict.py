@@ -57,7 +57,7 @@ def test_the_test_adaptor_passes_when_it_spoils_nothing():
 
 
 @pytest.mark.parametrize(
-    ("word", "piece", "said"),
+    ("word", "piece", "message"),
     [
         pytest.param("a factor of 1.01", TWO_OUTPUTS, "output 0", id="a factor of 1.01"),
         pytest.param("other strides", TWO_OUTPUTS, "strides", id="other strides"),
@@ -72,8 +72,8 @@ def test_the_test_adaptor_passes_when_it_spoils_nothing():
         pytest.param("an input not written", WRITING, "leaves input 0", id="an input not written"),
     ],
 )
-def test_a_wrong_artifact_is_caught(word, piece, said):
-    with pytest.raises(ProofMismatchError, match=said) as caught:
+def test_a_wrong_artifact_is_caught(word, piece, message):
+    with pytest.raises(ProofMismatchError, match=message) as caught:
         prove_double(word, piece)
     assert "s0 = " in str(caught.value)
 
