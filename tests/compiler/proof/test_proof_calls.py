@@ -304,7 +304,7 @@ def test_a_call_that_never_returns_is_abandoned(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls_ahead(monkeypatch):
-    """Call variants while others compile, as for a model on an accelerator; returns what was proved so."""
+    """Call variants while others compile, as for a model on an accelerator; return the list of their proofs."""
     made = []
     proofs = calls.CallsAhead.proofs
 
@@ -318,6 +318,7 @@ def calls_ahead(monkeypatch):
 
 
 def test_variants_are_called_while_others_compile(spec, tmp_path, calls_ahead):
+    spec = dataclasses.replace(spec, dynamic=TWO_VARIANTS)
     ahead = warm(spec, config=CONFIG, cache_dir=tmp_path / "ahead").manifest.variants
     assert [[proof.proved_at for proof in each] for each in calls_ahead] == [[variant.proved_at for variant in ahead]]
     calls_ahead.clear()
@@ -335,7 +336,7 @@ def test_a_wrong_plan_is_refused_by_calls_made_ahead(spec, tmp_path, monkeypatch
 def test_a_variant_that_was_not_called_ahead_is_called_at_the_end(spec, tmp_path, monkeypatch, calls_ahead):
     offer = calls.CallsAhead.offer
     monkeypatch.setattr(calls.CallsAhead, "offer", lambda self, variant, rows: variant or offer(self, variant, rows))
-    result = warm(spec, config=CONFIG, cache_dir=tmp_path)
+    result = warm(dataclasses.replace(spec, dynamic=TWO_VARIANTS), config=CONFIG, cache_dir=tmp_path)
     assert calls_ahead == [None]
     assert all(variant.proved_at for variant in result.manifest.variants)
 
