@@ -1,6 +1,6 @@
-"""`cgtool bench`: parse what the user asked, show the work, print what was found.
+"""`cgtool bench`: benchmark the ways to start a model.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the toolkit is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from cgtool.cli.options import (
     CONFIG_FIELDS,
     compiler_options,
     coverage_options,
-    model_asked,
+    model_and_config,
     model_options,
-    talk_options,
+    output_options,
 )
 from cgtool.cli.text import secs_text
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cgtool.cli.output import Output
     from cgtool.toolkit.bench.report import BenchReport
 
-#: Columns of a terminal from which the tables hold more; a pipe is always wide.
+#: Terminal widths from which the tables show more columns. A pipe gets all of them.
 _MEDIUM_COLUMNS, _FULL_COLUMNS = 110, 165
 
 EXAMPLES = """\b
@@ -43,7 +43,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     words = [word.strip() for word in text.split(",") if word.strip()]
     wrong = next((word for word in words if not (word.isdecimal() and int(word))), None)
     if wrong is not None:
-        raise click.BadParameter(f"{wrong!r} is no size. Give sizes such as 1,8,64.", ctx=ctx, param=param)
+        raise click.BadParameter(f"{wrong!r} is not a size. Give sizes such as 1,8,64.", ctx=ctx, param=param)
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
@@ -54,21 +54,22 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     type=click.Choice(["fake", "real"]),
     default="fake",
     show_default=True,
-    help="How the model is built while cgtool's cache is filled. Starts always build it for real.",
+    help="How to build the model while filling cgtool's cache. Timed starts always use real weights.",
 )
 @click.option(
     "--ways",
     default="all",
     show_default=True,
     metavar="WAYS",
-    help="eager, compile-cold, compile-warm, mega-cache, aot-precompile, cgtool/ADAPTOR; or torch, cgtool, all.",
+    help="Ways to measure: eager, compile-cold, compile-warm, mega-cache, aot-precompile, cgtool/ADAPTOR; or the "
+    "groups torch, cgtool, all.",
 )
 @click.option(
     "--starts",
     default="6",
     show_default=True,
     metavar="N[,WAY=N]",
-    help="How often each way starts, not counting cold ones; for some ways otherwise: 15,torch=5. 0 only prepares.",
+    help="Starts of each way, except cold ones. Override for some ways with 15,torch=5. 0 only prepares.",
 )
 @click.option(
     "--warm-ups",
@@ -76,7 +77,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     default=1,
     show_default=True,
     metavar="N",
-    help="Starts of each way before those that count.",
+    help="Uncounted starts of each way before the counted ones.",
 )
 @click.option(
     "--cold-starts",
@@ -84,7 +85,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     default=1,
     show_default=True,
     metavar="N",
-    help="How often everything is compiled with nothing cached, by torch and by cgtool.",
+    help="Compilations with empty caches, by torch and by cgtool.",
 )
 @click.option(
     "--tokens",
@@ -92,7 +93,7 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     show_default=True,
     callback=_tokens,
     metavar="SIZES",
-    help="Sizes of the dynamic dimension whose steps are timed; an empty list times none.",
+    help="Sizes of the dynamic dimension to time steps for; an empty list times none.",
 )
 @click.option(
     "--repeats",
@@ -102,42 +103,45 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     metavar="N",
     help="Steps of each size in each start.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the order and the bounds.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the weights, the order of starts and the bounds."
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=1800.0,
     show_default=True,
     metavar="SECS",
-    help="How long one process may take before it is ended and counts as failed.",
+    help="Time limit for one process, which is then killed and counted as failed.",
 )
 @click.option(
     "--keep",
     metavar="DIR",
-    help="Keep what is prepared in this folder, and use it again: the next bench of the same prepares nothing.",
+    help="Keep prepared caches in this directory, and reuse them in the next bench of the same model.",
 )
-@click.option("--html", metavar="FILE", help="Write a page with charts and tables; it needs no network.")
+@click.option("--html", metavar="FILE", help="Write a self-contained HTML page with charts and tables.")
 @coverage_options
 @compiler_options
-@talk_options
+@output_options
 def bench(*, output: Output, **options: Any) -> int:
-    """Measure every way to start MODEL, each in fresh processes and in turn: what you would gain.
+    """Benchmark every way to start MODEL, each in fresh processes, taking turns.
 
-    MODEL is what `cgtool warm` takes, built for real. This runs MODEL's code, many times. The ways: eager;
-    torch.compile with empty caches, with warm local caches and from a mega-cache; torch's AOT precompile; cgtool with
-    each adaptor. Each has caches of its own in a temporary folder, and yours are not touched.
+    The ways are: eager; torch.compile with empty caches, with warm local caches and from a mega-cache; torch's AOT
+    precompile; and cgtool with each adaptor. Each way has its own caches in a temporary directory; yours are not
+    touched. MODEL is as for `cgtool warm`, with real weights. This runs MODEL's code many times.
 
-    Columns: import, build and ready (from the built model to its first output), steps, bytes on the disk and memory:
-    medians with quartiles, and the ratio to eager within each round with its 95 % bound. Outputs are compared with
-    eager's. A way that fails is shown with its error, and the others go on.
+    The tables show the time to import, to build the model and to be ready (from the built model to its first output),
+    the time of a step, the bytes on disk and the memory: medians with quartiles, and the ratio to eager within each
+    round with its 95 % bound. Outputs are compared with those of eager. A way that fails is listed with its error, and
+    the others continue.
     """
-    # Rich and the command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.cli.pages import bench_page, write_text
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.bench.runner import bench as run
     from cgtool.toolkit.bench.ways import Settings, parse_starts, parse_ways
 
-    choice, config = model_asked(options, CONFIG_FIELDS)
+    choice, config = model_and_config(options, CONFIG_FIELDS)
     settings = Settings(
         model=choice,
         config=config.to_json(),
@@ -160,7 +164,7 @@ def bench(*, output: Output, **options: Any) -> int:
 
 
 def _check_writable(file: Path) -> None:
-    """Let a page that cannot be written be known before minutes are spent."""
+    """Fail now if the page cannot be written, not after minutes of benchmarking."""
     file.parent.mkdir(parents=True, exist_ok=True)
     existed = file.exists()
     file.open("a", encoding="utf-8").close()

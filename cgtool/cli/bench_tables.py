@@ -1,4 +1,4 @@
-"""A bench's figures as text and as tables, for a terminal and for the page. Must not import torch."""
+"""A bench's results as text and tables, for the terminal and the HTML page. Must not import torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 NONE = "-"
 
-#: How much of a table there is room for: names and medians; what it needs too; labels, spreads and outputs.
+#: Detail of a table: names and medians; plus preparation, disk and memory; plus labels, spreads and outputs.
 SHORT, MEDIUM, FULL = range(3)
 
-PHASE_WORDS: Mapping[str, str] = {"import_secs": "import", "build_secs": "build", "ready_secs": "ready"}
+PHASE_NAMES: Mapping[str, str] = {"import_secs": "import", "build_secs": "build", "ready_secs": "ready"}
 
 
 def start_table(report: BenchReport, detail: int = FULL) -> list[list[str]]:
-    """Return the table of starts: its headings, then a row for each way."""
+    """Return the table of starts: headings, then a row for each way."""
 
     def phase(name: str) -> Callable[[WayReport], str]:
         spread = detail >= (SHORT if name == "ready_secs" else FULL)
@@ -32,9 +32,9 @@ def start_table(report: BenchReport, detail: int = FULL) -> list[list[str]]:
 
     columns: list[tuple[int, str, Callable[[WayReport], str]]] = [
         (SHORT, "way", lambda way: _name(way, detail)),
-        *((SHORT, word, phase(name)) for name, word in PHASE_WORDS.items()),
+        *((SHORT, heading, phase(name)) for name, heading in PHASE_NAMES.items()),
         (SHORT, "ready / eager", lambda way: _over_eager(way, "ready_secs", bound=True)),
-        (FULL, "outputs", outputs_words),
+        (FULL, "outputs", outputs_text),
         (MEDIUM, "prepared in", lambda way: NONE if way.prepare is None else _secs(way.prepare.total_secs)),
         (MEDIUM, "on disk", lambda way: size_text(way.num_bytes) if way.num_bytes else NONE),
         (MEDIUM, "memory", memory("rss_bytes")),
@@ -46,33 +46,33 @@ def start_table(report: BenchReport, detail: int = FULL) -> list[list[str]]:
 
 
 def step_table(report: BenchReport, detail: int = FULL) -> list[list[str]]:
-    """Return the table of steps: its headings, then a row for each way that has any; [] where none has."""
+    """Return the table of steps: headings, then a row for each way with steps; [] if no way has any."""
     ways = [way for way in report.ways if way.steps]
     sizes = list(dict.fromkeys(size for way in ways for size in way.steps))
-    table = [["way", *(word for size in sizes for word in (size, "/ eager"))]]
+    table = [["way", *(heading for size in sizes for heading in (size, "/ eager"))]]
     for way in ways:
         row = [_name(way, detail)]
         for size in sizes:
-            found = way.steps.get(size)
-            if isinstance(found, Refused):
+            step = way.steps.get(size)
+            if isinstance(step, Refused):
                 row += ["refused", NONE]
             else:
-                ratio = _over_eager(way, f"step_{size}", bound=detail >= FULL) if found is not None else NONE
-                row += [_secs(found, spread=detail >= FULL), ratio]
+                ratio = _over_eager(way, f"step_{size}", bound=detail >= FULL) if step is not None else NONE
+                row += [_secs(step, spread=detail >= FULL), ratio]
         table.append(row)
     return table if ways else []
 
 
 def step_caption(report: BenchReport) -> str:
-    """Return what the table of steps shows."""
-    return f"A step, by {report.dimension}"
+    """Return the caption of the table of steps."""
+    return f"Time per step, by {report.dimension}"
 
 
 def failure_lines(report: BenchReport) -> list[str]:
-    """Return one line for each way that failed and each size that a way refused."""
+    """Return a line for each way that failed and for each distinct error with which a way refused a size."""
     lines = [f"{way.label} failed: {way.error}" for way in report.ways if way.error]
     for way in report.ways:
-        refused = {found.error: size for size, found in reversed(list(way.steps.items())) if isinstance(found, Refused)}
+        refused = {step.error: size for size, step in reversed(list(way.steps.items())) if isinstance(step, Refused)}
         lines += [f"{way.label} refused {report.dimension} {size}: {error}" for error, size in refused.items()]
     return lines
 
@@ -91,31 +91,31 @@ def machine_line(report: BenchReport) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def outputs_words(way: WayReport) -> str:
-    """Return how a way's outputs compare with eager's."""
+def outputs_text(way: WayReport) -> str:
+    """Return whether a way's outputs equal those of eager, and the greatest difference."""
     if way.outputs is None:
         return NONE
     off = f" ({way.outputs.worst:.0e})" if way.outputs.worst else ""
     return f"equal{off}" if way.outputs.equal else f"DIFFER{off}"
 
 
-def secs_words(secs: float) -> str:
-    """Return a duration with three digits that tell: "22.1 ms", "6.10 s"."""
+def duration_text(secs: float) -> str:
+    """Format a duration with three significant digits: "22.1 ms", "6.10 s"."""
     factor, unit = _unit(secs)
     return f"{_digits(secs * factor)} {unit}"
 
 
 def _secs(summary: Summary | None, *, spread: bool = False) -> str:
-    """A median, with its quartiles in its unit: "22.1 ms (21.4-23)"."""
+    """Format a median, with quartiles in the same unit: "22.1 ms (21.4-23)"."""
     if summary is None:
         return NONE
     factor, _ = _unit(summary.median)
     quartiles = f" ({_digits(summary.q1 * factor)}-{_digits(summary.q3 * factor)})"
-    return secs_words(summary.median) + (quartiles if spread and summary.count > 1 else "")
+    return duration_text(summary.median) + (quartiles if spread and summary.count > 1 else "")
 
 
 def _over_eager(way: WayReport, metric: str, *, bound: bool) -> str:
-    """A ratio with its bound: "1.12 [1.05-1.2]"; without one where there are too few pairs."""
+    """Format a ratio with its bound: "1.12 [1.05-1.2]"; without the bound if there are too few pairs."""
     if "eager" not in way.ratios or metric not in way.ratios["eager"]:
         return "1" if way.way == "eager" else NONE
     ratio: Ratio = way.ratios["eager"][metric]
@@ -130,7 +130,7 @@ def _unit(secs: float) -> tuple[float, str]:
 
 
 def _digits(value: float) -> str:
-    """A number with three digits that tell: "0.0221", "1.23", "45.6", "1234"."""
+    """Format a number with three significant digits: "0.0221", "1.23", "45.6", "1234"."""
     return f"{value:.{max(0, 2 - int(math.log10(value)))}f}" if value >= 1 else f"{value:.3g}"
 
 

@@ -1,7 +1,7 @@
 """Tables: rows of plain text in columns.
 
-Must not import torch. Every cell goes through `plain`, and is cut where it is longer than people read. A terminal gets
-a table that rich draws; a pipe, and a table of hundreds of rows, plain lines, thousands of them in a blink.
+Must not import torch. Every cell is escaped by `plain` and truncated. On a terminal, rich draws the table; a pipe, and
+a table of hundreds of rows, gets plain lines, which are fast to print by the thousand.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from cgtool.cli.text import cut, plain
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
 
-#: More rows than this are not drawn by rich, which measures each of them several times.
+#: Tables with more rows are printed as plain lines: rich measures each row several times.
 MOST_DRAWN = 200
 _GAP = "  "
 
 
 class Styled(NamedTuple):
-    """A cell that a terminal shows in a style of rich's."""
+    """A cell with a rich style, used on a terminal."""
 
     value: object
     style: str
 
 
 def show_rows(output: Output, columns: Sequence[str], rows: Iterable[Sequence[object]], *, whole: bool = False) -> None:
-    """Print a table; `whole` neither cuts cells nor joins their lines.
+    """Print a table; with `whole`, cells are not truncated and may have several lines.
 
-    A heading that begins with ">" is of figures, which end at one column. The first cell of a row is styled, others
-    where they are `Styled`.
+    A heading that begins with ">" marks a right-aligned column. The first cell of a row has a style; others have one if
+    they are `Styled`.
     """
-    known: dict[str, str] = {}  # most cells stand in many rows
+    safe: dict[str, str] = {}  # most cells occur in many rows
 
-    def shown(cell: object) -> str:
+    def cell_text(cell: object) -> str:
         text = str(cell.value if isinstance(cell, Styled) else cell)
-        if text not in known:
-            known[text] = plain(text, lines=True) if whole else cut(plain(text))
-        return known[text]
+        if text not in safe:
+            safe[text] = plain(text, lines=True) if whole else cut(plain(text))
+        return safe[text]
 
-    given = list(rows)
-    cells = [[shown(cell) for cell in row] for row in given]
+    rows = list(rows)
+    cells = [[cell_text(cell) for cell in row] for row in rows]
     if output.stdout.is_terminal and len(cells) <= MOST_DRAWN:
-        styles = [[cell.style if isinstance(cell, Styled) else "" for cell in row] for row in given]
+        styles = [[cell.style if isinstance(cell, Styled) else "" for cell in row] for row in rows]
         _draw(output, columns, cells, styles)
     else:
         output.line("\n".join(_lines(columns, cells)), whole=True)

@@ -1,4 +1,4 @@
-"""`cgtool completion`: parse what the user asked, and print or install what the shell needs.
+"""`cgtool completion`: print or install the shell's completion script.
 
 Must not import torch.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import talk_options
+from cgtool.cli.options import output_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
@@ -26,13 +26,13 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]))
-@click.option("--install", is_flag=True, help="Write it to where the shell finds it, for this user.")
-@talk_options
+@click.option("--install", is_flag=True, help="Install the script for this user.")
+@output_options
 def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
-    """Print what SHELL evaluates to complete cgtool's commands and options, or install it.
+    """Print or install the script with which SHELL completes cgtool's commands and options.
 
-    Without SHELL it is the one that the variable SHELL names. `--install` writes one file into this user's folders;
-    for zsh also a marked block at the end of ~/.zshrc. New shells complete then.
+    SHELL defaults to the shell that the variable SHELL names. --install writes one file into this user's directories
+    and, for zsh, a marked block at the end of ~/.zshrc. Completion works in new shells.
     """
     from cgtool.toolkit.completion import completion as run
 
@@ -42,18 +42,18 @@ def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
     elif install:
         for path in report.written:
             output.line(f"Wrote {path}", whole=True)
-        output.note(f"A new {report.shell} completes cgtool's commands and options.")
+        output.note(f"Start a new {report.shell} to use it.")
     else:
         click.echo(report.script, nl=False)
     return failures.DONE
 
 
 def _script(shell: Shell) -> str:
-    """Return click's own script: it calls cgtool with _CGTOOL_COMPLETE set and reads what may follow."""
+    """Return click's own script, which calls cgtool with _CGTOOL_COMPLETE set and reads the candidates."""
     from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
     from cgtool.cli.main import cgtool
 
     kinds = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
-    maker = kinds[shell](cgtool, {}, "cgtool", "_CGTOOL_COMPLETE")
-    return maker.source_template % maker.source_vars() + "\n"
+    completer = kinds[shell](cgtool, {}, "cgtool", "_CGTOOL_COMPLETE")
+    return completer.source_template % completer.source_vars() + "\n"

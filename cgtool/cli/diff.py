@@ -1,7 +1,7 @@
-"""`cgtool diff`: parse two sides, compare, print what differs.
+"""`cgtool diff`: compare two entries, caches or bundles.
 
-Must not import torch; the command itself loads as it runs. All that is shown may come from a stranger's cache: each
-sentence and line is quoted and has an end.
+Must not import torch; the toolkit is imported when the command runs. Any text may come from an untrusted cache, so each
+sentence and line is escaped and limited in length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options
+from cgtool.cli.options import cache_dir_option, cache_root, output_options
 from cgtool.cli.text import count_text, one_line
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cgtool.cli.output import Output
     from cgtool.toolkit.diff.run import DiffReport
 
-#: What is shown of a report unless all of it was asked for; programs get all.
+#: Differences, and lines of each, shown without --all; `--json` has all of them.
 MOST_DIFFERENCES = MOST_LINES = 12
 _STYLES = {"-": "red", "+": "green"}
 
@@ -39,42 +39,43 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.argument("old", metavar="A")
 @click.argument("new", metavar="[B]", required=False)
-@click.option("--here", is_flag=True, help="Compare the entry A with this machine: versions, compiler, processor, GPU.")
-@click.option("--all", "everything", is_flag=True, help="Show every difference with all of its lines.")
+@click.option("--here", is_flag=True, help="Compare the entry A with this machine: versions, compiler, CPU, GPU.")
+@click.option("--all", "everything", is_flag=True, help="Show every difference in full.")
 @cache_dir_option
-@talk_options
+@output_options
 def diff(*, output: Output, old: str, new: str | None, here: bool, everything: bool, cache_dir: str | None) -> int:
-    """Name what differs between A and B, the most telling first: the field, the line, the guard, the version.
+    """Compare A and B and list their differences, the most significant first: fields, lines, guards, versions.
 
-    A and B are each a cache's folder, an entry (the beginning of its hash, ROOT:HASH, or its folder), a bundle, or the
-    URL of a store (URL:HASH for one entry), of which no artifact is fetched. Runs no code of a model and needs no
-    torch. Exit code 0 where they are equal, 3 where they differ.
+    A and B are each a cache directory, an entry (a prefix of its hash, ROOT:HASH, or its directory), a bundle, or the
+    URL of a store (URL:HASH for one entry). No artifacts are fetched from a store. This runs no code of a model and
+    does not need torch.
+
+    Exit code 0: equal. Exit code 3: different.
     """
-    # The command: what `--help` does without.
-    from cgtool.toolkit.diff.run import diff as run
+    from cgtool.toolkit.diff.run import diff as run  # lazy: `--help` does not need it
 
-    report = run(old, new, here=here, cache_dir=cache_folder(cache_dir))
+    report = run(old, new, here=here, cache_dir=cache_root(cache_dir))
     output.report(report, partial(_show, everything=everything))
-    return failures.DONE if report.equal else failures.CHECK_SAID_NO
+    return failures.DONE if report.equal else failures.CHECK_FAILED
 
 
 def _show(output: Output, report: DiffReport, *, everything: bool) -> None:
-    """Print what differs between two sides, and how much of it is not shown."""
+    """Print the differences, and how many are not shown."""
     if report.equal:
         output.line(f"{one_line(report.old)} and {one_line(report.new)} are equal.")
         return
     count = count_text(len(report.differences), "difference")
-    output.line(f"{one_line(report.old)} → {one_line(report.new)}: {count}, the most telling first.", style="bold")
+    output.line(f"{one_line(report.old)} → {one_line(report.new)}: {count}, the most significant first.", style="bold")
     shown = report.differences if everything else report.differences[:MOST_DIFFERENCES]
     for difference in shown:
         output.line(f"{difference.what:>8}  {one_line(difference.sentence)}")
         show_lines(output, difference.detail, everything=everything)
     if len(shown) < len(report.differences):
-        output.line(f"and {len(report.differences) - len(shown)} more, which --all and --json show")
+        output.line(f"and {len(report.differences) - len(shown)} more (shown by --all and --json)")
 
 
 def show_lines(output: Output, lines: Sequence[str], *, everything: bool) -> None:
-    """Print the lines that belong to a difference, those that changed in colour."""
+    """Print the lines of a difference, changed lines in colour."""
     from cgtool.toolkit.diff.records import ALSO
 
     shown = lines if everything else [line for line in lines if not line.startswith(ALSO)][:MOST_LINES]

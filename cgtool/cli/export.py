@@ -1,6 +1,6 @@
-"""`cgtool export`: parse what is wanted, write it, print what was written.
+"""`cgtool export`: write entries of the cache to a bundle, a folder, a store or a registry.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the toolkit is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import click
 from cgtool.cli import failures
 from cgtool.cli.options import (
     cache_dir_option,
-    cache_folder,
-    entries_chosen,
+    cache_root,
+    check_shapes,
     entries_options,
-    read_shapes,
+    output_options,
+    selected_entries,
     sign_option,
-    talk_options,
 )
 from cgtool.cli.text import count_text, size_text
 
@@ -46,34 +46,32 @@ Examples:
     "--shape",
     "shapes",
     multiple=True,
-    callback=read_shapes,
+    callback=check_shapes,
     metavar="SHAPE",
-    help="Only artifacts for this shape: general, 8, 2-64 or batch=4:seq=2-64. Repeatable.",
+    help="Select only artifacts for this shape: general, 8, 2-64 or batch=4:seq=2-64. Repeatable.",
 )
-@click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
-@click.option("--folder", is_flag=True, help="Write a folder, which serves as a cache as it stands, and no file.")
-@click.option(
-    "--level", type=click.IntRange(1, 19), default=3, show_default=True, help="How hard zstd tries to make it small."
-)
+@click.option("--folder", is_flag=True, help="Write a directory, which is usable as a cache, instead of a file.")
+@click.option("--level", type=click.IntRange(1, 19), default=3, show_default=True, help="zstd compression level.")
 @sign_option
 @cache_dir_option
-@talk_options
+@output_options
 def export(*, output: Output, dest: str, **options: Any) -> int:
-    """Write entries of the cache to DEST, a .tar.zst here or behind a URL, or - for standard output.
+    """Export entries of the cache to DEST: a .tar.zst file, the URL of one in a store, or - for standard output.
 
-    A DEST such as oci://HOST/REPOSITORY:TAG becomes a container image whose files serve as a cache, for `COPY --from`
-    in a Dockerfile and for pods that mount images. Each artifact is a layer, which images share.
+    If DEST is oci://HOST/REPOSITORY:TAG, the export is a container image whose files are usable as a cache, for `COPY
+    --from` in a Dockerfile and for pods that mount images. Each artifact is a layer, which images share.
 
-    HASH is the beginning of a hash that `inspect cache` lists. Without any, all entries are written if they are of one
-    model. The same entries give the same archive, byte for byte before it is packed. DEST appears whole or not at all.
+    HASH is a prefix of a hash that `cgtool inspect cache` lists. Without HASH, --all or --filter, all entries are
+    exported, provided that they belong to one model. Equal entries give the same archive, byte for byte before
+    compression. DEST is written whole or not at all.
     """
-    # The command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.remote.stores import is_remote
     from cgtool.toolkit.bundle.export import export as run
     from cgtool.toolkit.remote import export_to
 
     _check(dest, options, output)
-    more: dict[str, Any] = {"choice": entries_chosen(options), "cache_dir": cache_folder(options["cache_dir"])}
+    more: dict[str, Any] = {"choice": selected_entries(options), "cache_dir": cache_root(options["cache_dir"])}
     more |= {name: options[name] for name in ("level", "sign")}
     if is_remote(dest):
         report = export_to(dest, **more)
@@ -84,15 +82,15 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
 
 
 def _show(output: Output, report: ExportReport) -> None:
-    """Print what was written; to standard error where standard output took the bundle."""
-    # Rich and msgspec: what `--help` does without.
+    """Print what was exported; on stderr if the bundle went to stdout."""
+    # Imported here because `--help` needs neither rich nor msgspec.
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 
     entries = count_text(len({entry.hash for entry in report.entries}), "entry", "entries")
     packed = f", {size_text(report.written_bytes)} packed" if report.form == "archive" else ""
     signed = f", signed by {', '.join(map(short, report.signed_by))}" if report.signed_by else ""
-    line = f"Wrote {entries} ({size_text(report.size_bytes)}{packed}{signed}) to {report.dest}"
+    line = f"Exported {entries} ({size_text(report.size_bytes)}{packed}{signed}) to {report.dest}"
     if report.dest == "-":
         output.note(line.removesuffix(" to -"))
         return
@@ -104,21 +102,21 @@ def _show(output: Output, report: ExportReport) -> None:
             f"In a Dockerfile: COPY --from={report.dest.removeprefix('oci://')} / /var/cache/cgtool/", style="dim"
         )
     elif not report.signed_by:
-        output.note("It is not signed: whoever imports it must say --trust. Sign with --sign KEY.", style="dim")
+        output.note("The bundle is unsigned: importing it needs --trust. Sign it with --sign KEY.", style="dim")
 
 
 def _check(dest: str, options: dict[str, Any], output: Output) -> None:
-    from cgtool.remote.stores import is_remote  # records, which `--help` does without
+    from cgtool.remote.stores import is_remote  # imports msgspec, which `--help` does not need
 
     if options["folder"] and is_remote(dest):
-        message = "A store takes a bundle as one file. Leave out --folder, or push entries with cgtool push."
+        message = "A store holds a bundle as one file. Leave out --folder, or push entries with cgtool push."
         raise click.UsageError(message)
     if dest != "-":
         return
     if options["folder"]:
-        raise click.UsageError("A folder cannot be written to standard output. Name a place for it.")
+        raise click.UsageError("A directory cannot be written to standard output. Name a path for it.")
     if output.as_json:
-        message = "Standard output takes either the bundle or the report. Name a file to write to, or leave out --json."
+        message = "Standard output cannot take both the bundle and the report. Name a file, or leave out --json."
         raise click.UsageError(message)
     if sys.stdout.isatty():
-        raise click.UsageError("A bundle is no text for a terminal. Redirect the output, or name a file.")
+        raise click.UsageError("A bundle is binary data. Redirect the output, or name a file.")

@@ -1,8 +1,8 @@
-"""What ends a command: signals become exceptions, and one table turns exceptions into exit codes and words.
+"""How a command fails: signals become exceptions, and exceptions become messages and exit codes.
 
-Must not import torch. Ctrl-C is Python's KeyboardInterrupt; SIGTERM and SIGHUP become `Terminated`, so that every
-`finally` and `with` on the way out runs. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check said no,
-130 Ctrl-C, 143 SIGTERM, 141 the reader of the output went away.
+Must not import torch. Ctrl-C raises Python's KeyboardInterrupt; SIGTERM and SIGHUP raise `Terminated`, so that every
+`finally` and `with` block runs. Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check, 130 Ctrl-C,
+143 SIGTERM, 141 the reader of the output closed the pipe.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ SCHEMA = 1
 DONE = 0
 FAILED = 1
 USAGE = 2
-CHECK_SAID_NO = 3
+CHECK_FAILED = 3
 INTERRUPTED = 128 + signal.SIGINT
 READER_GONE = 128 + signal.SIGPIPE
 
-_KEPT = "What was finished is kept and nothing is half done: run the same command again."
-_REPORT = "This is a fault of cgtool or of a library under it: run it again with --traceback and report what it shows."
+_KEPT = "Finished work is kept and nothing is left half-written: run the same command again to continue."
+_REPORT = "This is a bug in cgtool or a library it uses: run the command again with --traceback and report the output."
 
 
 class Terminated(BaseException):
-    """The process was asked to end. A BaseException, so that no `except Exception` on the way swallows it."""
+    """The process received SIGTERM or SIGHUP. A BaseException, so that no `except Exception` swallows it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
 
 
-def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - the signature is signal's
-    # A second signal must not break the cleanup that the first one began.
+def _raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - signal's signature
+    # A second signal must not interrupt the cleanup that the first one started.
     signal.signal(signum, signal.SIG_IGN)
     raise Terminated(signum)
 
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM and SIGHUP while the block runs; what the caller had ignored stays ignored."""
+    """Raise `Terminated` on SIGTERM and SIGHUP inside the block; signals that the caller ignores stay ignored."""
     before = {}
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_DFL:
@@ -65,7 +65,7 @@ def signals_raised() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What an exception means to the user; its fields are those of the document that `--json` prints."""
+    """An error as reported to the user; the fields are those of the document that `--json` prints."""
 
     type: str
     message: str
@@ -82,12 +82,12 @@ class Failure:
 
 
 def is_help(error: BaseException) -> bool:
-    """Return whether `error` only carries a group's help, which click raises where a command is missing."""
-    return type(error).__name__ == "NoArgsIsHelpError"  # by name: click has it from 8.2 on
+    """Return whether `error` only carries a group's help, which click raises if the command is missing."""
+    return type(error).__name__ == "NoArgsIsHelpError"  # by name: new in click 8.2
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return what `error` means."""
+    """Return the failure to report for `error`."""
     if isinstance(error, CgtoolError):
         return Failure(
             type=type(error).__name__,
@@ -109,39 +109,37 @@ def failure_of(error: BaseException) -> Failure:
         case click.Abort() | KeyboardInterrupt():
             name, message, code = "Interrupted", f"Interrupted. {_KEPT}", INTERRUPTED
         case Terminated():
-            name, message, code = "Terminated", f"Ended by {error}. {_KEPT}", 128 + error.signum
+            name, message, code = "Terminated", f"Terminated by {error}. {_KEPT}", 128 + error.signum
         case BrokenPipeError():
             code = READER_GONE
         case ModuleNotFoundError():
             missing = error.name or "a module"
-            message = f"{missing} is not installed here ({error}). Install it into this Python and try again."
+            message = f"{missing} is not installed ({error}). Install it in this Python environment and try again."
         case OSError():
             path = None if error.filename is None else str(error.filename)
             message = f"{path}: " if path else ""
             message += f"{error.strerror or error}. {_os_advice(error)}"
         case MemoryError():
-            said = " ".join(map(str, error.args)) or "none is left"
-            message = f"There was not enough memory: {said}. Free some, or warm a smaller model."
+            detail = " ".join(map(str, error.args)) or "none is left"
+            message = f"Out of memory: {detail}. Free some memory, or warm a smaller model."
         case SystemExit():
-            message = (
-                f"The model's code ended the process with sys.exit({error.code!r}). Let it raise or return instead."
-            )
+            message = f"The model's code called sys.exit({error.code!r}). Let it raise an exception or return instead."
         case _:
             message = f"{name}: {error}\n{_REPORT}" if str(error) else f"{name}\n{_REPORT}"
     return Failure(type=name, message=message, exit_code=code, path=path)
 
 
 def _os_advice(error: OSError) -> str:
-    """Return what to do; cgtool's own writes name a path, so that a full disk without one is where output goes."""
+    """Return advice for an OSError. cgtool's own writes name a path, so ENOSPC without one concerns the output."""
     if error.filename is not None:
         return "Check the path and its permissions and try again."
     if error.errno == errno.ENOSPC:
-        return "Send the output elsewhere, or free some."
+        return "Redirect the output elsewhere, or free some space."
     try:
         Path.cwd()
     except FileNotFoundError:
-        return "The working directory is gone: change to one that is there."
-    return "Run it again with --traceback to see where."
+        return "The working directory no longer exists: change to one that does."
+    return "Run the command again with --traceback to see where it failed."
 
 
 def _simple(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The pieces of a variant, for `inspect graph`: as a table, and as a picture in one file without network.
+"""The pieces of a variant, for `inspect graph`: a table, and a self-contained picture (SVG or HTML).
 
-Must not import torch. Every text goes through `plain`, is cut and escaped; the page's Content-Security-Policy forbids
-it to load or run anything. Pieces of one identity have one colour; what is split at has none and a dashed outline.
+Must not import torch. All text is escaped and truncated, and the page's Content-Security-Policy forbids it to load or
+run anything. Pieces with the same identity have the same colour; splitting pieces have none and a dashed outline.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from cgtool.toolkit.inspect.graph import GraphReport, Piece
 
 _WIDTH, _BOX, _GAP, _LEFT, _LINE, _HEAD = 760, 74, 18, 20, 19, 58
-#: Hues lie apart by the golden angle, so that any number of neighbours differ.
+#: The hues of consecutive colours differ by the golden angle, so that neighbours are always distinct.
 _GOLDEN_ANGLE = 137.508
 _FEW_OPS, _FEW_SHAPES = 4, 8
-#: How many tensors of a piece the table shows where none of them has an open dimension.
+#: Tensors of a piece that the table shows if none of them has a dynamic dimension.
 _FEW = 3
-#: Types as torch prints them in its own graphs.
+#: Dtypes are abbreviated as in torch's graphs.
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-#: What fits the width, of text in the usual size and of the title.
+#: Characters that fit the width, of normal text and of the title.
 _MOST_CHARACTERS, _MOST_OF_MODEL = 90, 36
 
 _STYLE = """
@@ -71,11 +71,11 @@ def show_graph(output: Output, report: GraphReport) -> None:
         output.line(
             "Variants: " + "; ".join(f"{i} {variant_words(variant)}" for i, variant in enumerate(report.variants))
         )
-    output.line(f"The whole graph as Python: {report.code_path}", whole=True)
+    output.line(f"Stitched program: {report.code_path}", whole=True)
 
 
 def _piece_cells(row: Piece, *, between: str, twin: int | None) -> tuple[object, ...]:
-    """The cells of one piece; of a piece that equals an earlier one, its `twin`, the tensors are not said again."""
+    """Return the cells of a piece; the tensors are left out if they are those of an earlier equal piece, its `twin`."""
     return (
         row.step.piece if row.step.piece >= 0 else "-",
         Styled(between.join(op.removeprefix("torch.ops.") for op in row.ops), "yellow")
@@ -85,27 +85,27 @@ def _piece_cells(row: Piece, *, between: str, twin: int | None) -> tuple[object,
         sum(row.ops.values()),
         _tensors_text(row.graph.inputs, between) if twin is None else f"as piece {twin}",
         _tensors_text(row.graph.results, between) if twin is None else "",
-        ", ".join(shape_text(one.shape) for one in row.rows) or ("-" if row.step.splitting else "nothing"),
+        ", ".join(shape_text(compiled.shape) for compiled in row.rows) or ("-" if row.step.splitting else "none"),
     )
 
 
 def _tensors_text(tensors: tuple[TensorMeta, ...], between: str) -> str:
-    """The types and shapes of tensors: "2 x f32[s0,64]"; where some are open, those of fixed shape are only counted."""
-    opened = [tensor for tensor in tensors if not _is_fixed(tensor)]
-    telling = opened or tensors[:_FEW]
+    """Format dtypes and shapes: "2 x f32[s0,64]"; if some shapes are dynamic, static ones are only counted."""
+    dynamic = [tensor for tensor in tensors if not _is_static(tensor)]
+    shown = dynamic or tensors[:_FEW]
     groups: list[tuple[str, int]] = []
-    for tensor in telling:
-        words = f"{_dtype_text(tensor.dtype)}[{','.join(str(dim).replace(' ', '') for dim in tensor.shape)}]"
-        if groups and groups[-1][0] == words:
-            groups[-1] = (words, groups[-1][1] + 1)
+    for tensor in shown:
+        text = f"{_dtype_text(tensor.dtype)}[{','.join(str(dim).replace(' ', '') for dim in tensor.shape)}]"
+        if groups and groups[-1][0] == text:
+            groups[-1] = (text, groups[-1][1] + 1)
         else:
-            groups.append((words, 1))
-    lines = [words if count == 1 else f"{count} x {words}" for words, count in groups]
-    rest = len(tensors) - len(telling)
-    return between.join([*lines, f"{rest} {'fixed' if opened else 'more'}"] if rest else lines) or "-"
+            groups.append((text, 1))
+    lines = [text if count == 1 else f"{count} x {text}" for text, count in groups]
+    rest = len(tensors) - len(shown)
+    return between.join([*lines, f"{rest} {'static' if dynamic else 'more'}"] if rest else lines) or "-"
 
 
-def _is_fixed(tensor: TensorMeta) -> bool:
+def _is_static(tensor: TensorMeta) -> bool:
     return all(isinstance(dim, int) for dim in tensor.shape)
 
 
@@ -115,7 +115,7 @@ def _dtype_text(dtype: str) -> str:
 
 
 def html_of(report: GraphReport) -> str:
-    """Return a page with the picture of a variant's pieces."""
+    """Return the picture of a variant's pieces as an HTML page."""
     return document(_title(report), _PAGE_STYLE, svg_of(report))
 
 
@@ -147,14 +147,12 @@ def svg_of(report: GraphReport) -> str:
 
 
 def _box(piece: Piece, top: int, colour: str | None) -> str:
-    look = 'class="split"'
+    style = 'class="split"'
     if colour is not None and not piece.step.splitting:
-        look = f'class="piece" fill="{colour}" stroke="{colour}"'
+        style = f'class="piece" fill="{colour}" stroke="{colour}"'
     name = f"piece {piece.step.piece}" if piece.step.piece >= 0 else "sizes"
-    what = "splitting" if piece.step.splitting else "compiled"
-    shapes = _few([shape_text(row.shape) for row in piece.rows], _FEW_SHAPES) or "nothing yet"
-    runs = "as it stands" if piece.step.splitting else f"for {shapes}"
-    first = f"{name} · {what} {runs}"
+    shapes = _few([shape_text(row.shape) for row in piece.rows], _FEW_SHAPES) or "no shape yet"
+    first = f"{name} · " + ("splitting, not compiled" if piece.step.splitting else f"compiled for {shapes}")
     tensors = " → ".join(_tensors_text(of, ", ") for of in (piece.graph.inputs, piece.graph.results))
     ops = _few([op.removeprefix("torch.ops.") for op in piece.ops], _FEW_OPS)
     count = count_text(sum(piece.ops.values()), "op")
@@ -163,12 +161,12 @@ def _box(piece: Piece, top: int, colour: str | None) -> str:
         _text(_LEFT + 14, top + 22 + _LINE, f"{short(piece.step.graph)} · {count}: {ops}", ""),
         _text(_LEFT + 14, top + 22 + 2 * _LINE, tensors, "soft"),
     ]
-    box = f'<rect {look} x="{_LEFT}" y="{top}" width="{_WIDTH - 2 * _LEFT}" height="{_BOX}" rx="7"/>'
+    box = f'<rect {style} x="{_LEFT}" y="{top}" width="{_WIDTH - 2 * _LEFT}" height="{_BOX}" rx="7"/>'
     return f"<g>{box}{''.join(lines)}</g>"
 
 
 def _colours(report: GraphReport) -> dict[str, str]:
-    """Return identity → colour of the pieces that are compiled, in order of first appearance."""
+    """Return identity → colour of the compiled pieces, in order of first appearance."""
     identities = dict.fromkeys(piece.step.graph for piece in report.pieces if not piece.step.splitting)
     return {
         identity: f"hsl({round(210 + number * _GOLDEN_ANGLE) % 360}, 65%, 50%)"
@@ -176,8 +174,8 @@ def _colours(report: GraphReport) -> dict[str, str]:
     }
 
 
-def _few(words: list[str], most: int) -> str:
-    return ", ".join(words if len(words) <= most + 1 else [*words[:most], f"… ({len(words)})"])
+def _few(texts: list[str], most: int) -> str:
+    return ", ".join(texts if len(texts) <= most + 1 else [*texts[:most], f"… ({len(texts)})"])
 
 
 def _title(report: GraphReport) -> str:
@@ -185,10 +183,10 @@ def _title(report: GraphReport) -> str:
     return f"{cut(plain(report.manifest.model), _MOST_OF_MODEL)} {short(name.hash)} rank {name.rank} {name.prefix}"
 
 
-def _text(x: int, y: int, words: str, kind: str) -> str:
-    look = f' class="{kind}"' if kind else ""
-    return f'<text x="{x}" y="{y}"{look}>{_safe(words)}</text>'
+def _text(x: int, y: int, text: str, css_class: str) -> str:
+    attribute = f' class="{css_class}"' if css_class else ""
+    return f'<text x="{x}" y="{y}"{attribute}>{_safe(text)}</text>'
 
 
-def _safe(words: str) -> str:
-    return escape(cut(plain(words), _MOST_CHARACTERS))
+def _safe(text: str) -> str:
+    return escape(cut(plain(text), _MOST_CHARACTERS))

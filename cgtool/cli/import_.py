@@ -1,6 +1,6 @@
-"""`cgtool import`: parse whom to trust, take a bundle in, print what came of it.
+"""`cgtool import`: verify a bundle and import its entries into the cache.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the toolkit is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options, trust_options
+from cgtool.cli.options import cache_dir_option, cache_root, output_options, trust_options
 from cgtool.cli.text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ _GIB = 2**30
 
 
 def _number(_: click.Context, option: click.Parameter, value: float) -> float:
-    """Return a limit; what no size can be compared to, or be, is wrong usage."""
+    """Return a limit, unless it is NaN or an infinite size."""
     if math.isnan(value) or (option.name == "max_size" and math.isinf(value)):
-        raise click.BadParameter(f"{value} is no number to compare a size with. Give a number.")
+        raise click.BadParameter(f"{value} is not a usable limit. Give a finite number.")
     return value
 
 
@@ -51,7 +51,7 @@ def _number(_: click.Context, option: click.Parameter, value: float) -> float:
     default=64,
     show_default=True,
     metavar="GIB",
-    help="Refuse more than this, unpacked.",
+    help="Refuse a bundle that is larger than this when unpacked.",
 )
 @click.option(
     "--max-ratio",
@@ -60,37 +60,40 @@ def _number(_: click.Context, option: click.Parameter, value: float) -> float:
     default=250,
     show_default=True,
     metavar="N",
-    help="Refuse what grows to more than N times its packed size.",
+    help="Refuse a bundle that unpacks to more than N times its size.",
 )
 @cache_dir_option
-@talk_options
+@output_options
 def import_(*, output: Output, source: str, **options: Any) -> int:
-    """Take the entries in SRC into the cache: a file or folder that `cgtool export` wrote, or a URL, or - for stdin.
+    """Import the entries in SRC into the cache.
 
-    What a bundle holds is native code. So it needs a signature of a key that you trust, or --trust. All of it is
-    checked before anything changes: names, sizes, digests, records, packages, and whether this machine can load it.
-    Entries that are there already are merged. A refusal exits with 3, and with a stable reason under --json.
+    SRC is a file or directory that `cgtool export` wrote, the URL of a bundle, or - for standard input.
+
+    A bundle contains native code, so it needs a signature by a key that you trust, or --trust. The whole bundle is
+    checked before the cache changes: names, sizes, digests, records, packages, and whether this machine can load it.
+    Entries that the cache already has are merged.
+
+    Exit code 3: the bundle was refused. --json then gives a stable reason.
     """
-    # The command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.remote.stores import is_remote
     from cgtool.toolkit.bundle.import_ import import_bundle
     from cgtool.toolkit.remote import import_from
 
-    named = ("trust", "require_signature", "any_machine", "replace", "max_ratio")
-    more = {name: options[name] for name in named}
-    more |= {"cache_dir": cache_folder(options["cache_dir"]), "max_bytes": int(options["max_size"] * _GIB)}
+    names = ("trust", "require_signature", "any_machine", "replace", "max_ratio")
+    settings = {name: options[name] for name in names}
+    settings |= {"cache_dir": cache_root(options["cache_dir"]), "max_bytes": int(options["max_size"] * _GIB)}
     if is_remote(source):
-        report = import_from(source, **more)
+        report = import_from(source, **settings)
     else:
-        report = import_bundle(sys.stdin.buffer if source == "-" else Path(source), **more)
+        report = import_bundle(sys.stdin.buffer if source == "-" else Path(source), **settings)
     output.report(report, _show)
     return failures.DONE
 
 
 def _show(output: Output, report: ImportReport) -> None:
-    """Print what became of each entry."""
-    # Rich and msgspec: what `--help` does without.
-    from cgtool.store.layout import short
+    """Print the outcome of each entry."""
+    from cgtool.store.layout import short  # imports msgspec, which `--help` does not need
 
     output.notes("Warning", report.warnings)
     show_entries(output, report.entries)
@@ -100,7 +103,7 @@ def _show(output: Output, report: ImportReport) -> None:
 
 
 def show_entries(output: Output, entries: Iterable[ImportedEntry]) -> None:
-    """Print a table of what became of entries in the cache."""
+    """Print a table of imported entries and their outcomes."""
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 

@@ -1,6 +1,6 @@
-"""`cgtool inspect` and its commands: parse, look, print.
+"""`cgtool inspect` and its subcommands.
 
-Must not import torch; the commands themselves load as they run.
+Must not import torch; the toolkit and the tables are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.lazy import LazyGroup
-from cgtool.cli.options import cache_dir_option, cache_folder, cache_named, read_shapes, talk_options
+from cgtool.cli.options import cache_dir_option, cache_root, check_shapes, opened_cache, output_options
 
 if TYPE_CHECKING:
     from cgtool.cli.output import Output
 
 COMMANDS = {
-    "cache": ("cgtool.cli.inspect:inspect_cache", "List the cache's entries and what they hold."),
-    "entry": ("cgtool.cli.inspect:inspect_entry", "Show what one entry is compiled for, and where holes are."),
-    "artifact": ("cgtool.cli.inspect:inspect_artifact", "Show what one artifact holds, and which pieces it serves."),
-    "graph": ("cgtool.cli.inspect:inspect_graph", "Show the pieces of one entry as a table or a picture."),
+    "cache": ("cgtool.cli.inspect:inspect_cache", "List the entries of a cache."),
+    "entry": ("cgtool.cli.inspect:inspect_entry", "Show the shapes that an entry covers, and its holes."),
+    "artifact": ("cgtool.cli.inspect:inspect_artifact", "Show the contents of an artifact and the pieces that use it."),
+    "graph": ("cgtool.cli.inspect:inspect_graph", "Show the pieces of an entry as a table or a picture."),
     "key": ("cgtool.cli.inspect:inspect_key", "Show every factor of an entry's key."),
 }
 
@@ -49,7 +49,6 @@ Examples:
   cgtool inspect graph 3f9a --svg pieces.svg
 """
 
-
 ENTRY_EXAMPLES = """\b
 Examples:
   cgtool inspect entry
@@ -76,9 +75,9 @@ Examples:
 
 @click.group(cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES)
 def inspect() -> None:
-    """Look into the cache: its entries, or the pieces, artifacts and key of one.
+    """Inspect the cache: its entries, or the pieces, artifacts and key of one entry.
 
-    Runs no code of a model or of an artifact, and needs no torch.
+    This runs no code of a model or an artifact, and does not need torch.
     """
 
 
@@ -89,37 +88,40 @@ def inspect() -> None:
     "filters",
     multiple=True,
     metavar="EXPR",
-    help="Only entries that pass: FIELD OPERATOR VALUE, such as last_used>30d, size>1GB, model~llama. Repeatable.",
+    help="Show only entries that match FIELD OPERATOR VALUE: last_used>30d, size>1GB, model~llama. Repeatable: all "
+    "must match.",
 )
 @click.option(
-    "--sort", metavar="FIELD[:asc|desc]", help="By a field; text from a, figures from the most. Default: the hash."
+    "--sort",
+    metavar="FIELD[:asc|desc]",
+    help="Sort by a field: text in ascending order, figures in descending order. Default: by hash.",
 )
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many entries.")
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Show at most N entries.")
 @cache_dir_option
-@talk_options
+@output_options
 def inspect_cache(*, output: Output, path: str | None, cache_dir: str | None, **chosen: Any) -> int:
-    """List the entries of the cache at PATH and what they hold.
+    """List the entries of the cache at PATH.
 
-    Without PATH this is the cache that warm fills. Of an entry, size is what shipping it alone takes, with each
-    different artifact once, and unshared what it would take with a file for each piece and shape. In the total, bytes
-    that entries share count once. Saved is hits times the seconds that its different artifacts took to compile.
+    PATH defaults to the cache that `cgtool warm` fills. URL is a store, as for `cgtool push`; no artifacts are fetched.
 
-    Fields of --filter and --sort: hash, model, rank, prefix, adaptor, pieces, unique, artifacts, size, unshared,
+    Columns: size is the size of an entry shipped alone, each distinct artifact counted once; unshared is its size with
+    a file for each piece and shape; saved is the number of hits times the compile time of its distinct artifacts. The
+    total counts bytes that entries share once.
+
+    Fields for --filter and --sort: hash, model, rank, prefix, adaptor, pieces, unique, artifacts, size, unshared,
     artifact_secs, saved_secs, hits, created, last_used. Operators: = != > >= < <= and ~ for 'contains'. A time is an
-    age (30d, 12h: last_used>30d is more than 30 days ago) or a date (created>=2026-01-31), or never; an entry that
-    was never used is as old as it was created.
+    age (30d, 12h; last_used>30d means more than 30 days ago), a date (created>=2026-01-31) or never. An unused entry's
+    age counts from its creation.
 
-    URL is a store, as `cgtool push` takes it; none of its artifacts is fetched.
-
-    PATH may also be what another system wrote, which is told by looking: a cache of vLLM, ATOM, torch (the folder that
-    TORCHINDUCTOR_CACHE_DIR names) or Triton, or a mega-cache file. Nothing of it is unpickled or executed. What is
-    missing, torn or moved is named, and --filter and --sort take hash, prefix, artifacts, size, created, last_used.
+    PATH can also be a cache of another system, which is detected from its contents: vLLM, ATOM, torch (the directory
+    TORCHINDUCTOR_CACHE_DIR) or Triton, or a mega-cache file. Nothing in it is unpickled or executed. Missing, torn or
+    moved files are reported. --filter and --sort then accept hash, prefix, artifacts, size, created and last_used.
     """
-    # The table needs rich, which `--help` does without.
+    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_cache
     from cgtool.toolkit.inspect.cache import inspect_cache as run
 
-    with cache_named(path, cache_dir) as (folder, mirror):
+    with opened_cache(path, cache_dir) as (folder, mirror):
         where = None if mirror is None else mirror.store.url
         report = run(folder, **chosen, where=where)
         if output.as_json:
@@ -132,22 +134,22 @@ def inspect_cache(*, output: Output, path: str | None, cache_dir: str | None, **
 @click.command("entry", epilog=ENTRY_EXAMPLES)
 @click.argument("entry", required=False, metavar="[HASH]")
 @cache_dir_option
-@talk_options
+@output_options
 def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -> int:
-    """Show what the entry HASH is compiled for: each piece, for each shape, on each rank.
+    """Show the shapes that the entry HASH covers, for each piece and rank.
 
-    HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none. A hole is a shape
-    that one piece lacks and another piece, or another rank, has. Proved is an artifact that was run and compared with
-    its piece before it was stored.
+    HASH is a prefix of a hash that `cgtool inspect cache` lists. It can be omitted if the cache has only one entry. A
+    hole is a shape that one piece lacks but another piece or rank has. A proved artifact was run and compared with its
+    piece before it was stored.
 
-    --cache-dir may name a cache of another system, as PATH of `inspect cache` may: then HASH is the beginning of an
-    entry's name there, and what such a cache does not record is said in a sentence.
+    --cache-dir can name a cache of another system, as for `cgtool inspect cache`. HASH is then a prefix of an entry's
+    name there, and a note says what that system does not record.
     """
-    # The table needs rich, which `--help` does without.
+    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_entry
     from cgtool.toolkit.inspect.entry import inspect_entry as run
 
-    output.report(run(entry, cache_dir=cache_folder(cache_dir)), show_entry)
+    output.report(run(entry, cache_dir=cache_root(cache_dir)), show_entry)
     return failures.DONE
 
 
@@ -156,56 +158,58 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
 @click.option(
     "--shape",
     metavar="SHAPE",
-    callback=read_shapes,
-    help="Of a piece: for which shape, such as general, 8, 2-16 or batch=4:seq=2-64.",
+    callback=check_shapes,
+    help="Shape of HASH/PIECE: general, 8, 2-16 or batch=4:seq=2-64.",
 )
-@click.option("--variant", type=click.IntRange(min=0), metavar="N", help="Of a piece: which variant.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Of a piece: which rank.")
-@click.option("--prefix", metavar="NAME", help="Of a piece: which compiled part of the model.")
+@click.option("--variant", type=click.IntRange(min=0), metavar="N", help="Variant of HASH/PIECE.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Rank of HASH/PIECE.")
+@click.option("--prefix", metavar="NAME", help="Compiled part of the model that HASH/PIECE belongs to.")
 @cache_dir_option
-@talk_options
+@output_options
 def inspect_artifact(*, output: Output, artifact: str, cache_dir: str | None, **chosen: Any) -> int:
-    """Show what an artifact holds: kernels, generated code, what it was compiled for and with, and what it serves.
+    """Show the contents of an artifact: kernels, generated code, target, compiler, and the pieces that use it.
 
-    Name it by the beginning of its digest, or by the beginning of an entry's hash and a piece: 3f9a/2. It is read as
-    data: nothing of it is unpickled or executed. Packages of aot_inductor hold no sources: what the compiler wrote is
-    shown from beside the plan, where it was kept. Registers and shared memory are those of CUDA kernels that lie in
-    the package as files of their own.
+    Name the artifact by a prefix of its digest, or by a prefix of an entry's hash and a piece: 3f9a/2. It is read as
+    data: nothing in it is unpickled or executed.
 
-    --cache-dir may name a cache of another system. Then name a file by the beginning of its name or of its path below
-    the entry, or by an entry and a piece or a path: 1572/0. Of a kernel of Triton's, what its metadata says is shown;
-    of what holds code that Inductor generated, that code, though it lies in a pickle.
+    Packages of aot_inductor contain no sources; generated code is shown from the files next to the plan, if they were
+    kept. Registers and shared memory are known for CUDA kernels that are separate files of the package.
+
+    --cache-dir can name a cache of another system. Name a file there by a prefix of its name or of its path below the
+    entry, or by an entry and a piece or path: 1572/0. For a Triton kernel, its metadata is shown; for code that
+    Inductor generated, the code, even if it is stored in a pickle.
     """
-    # The tables need rich, which `--help` does without.
+    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_artifact
     from cgtool.toolkit.inspect.artifact import inspect_artifact as run
 
-    output.report(run(artifact, **chosen, cache_dir=cache_folder(cache_dir)), show_artifact)
+    output.report(run(artifact, **chosen, cache_dir=cache_root(cache_dir)), show_artifact)
     return failures.DONE
 
 
 @click.command("graph", epilog=GRAPH_EXAMPLES)
-@click.argument("entry", required=False, metavar="[ENTRY]")
-@click.option("--variant", metavar="NAME|N", help="Which variant: its number or its name. Default: the first.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Which rank of the entry.")
-@click.option("--prefix", metavar="NAME", help="Which compiled part of the model.")
-@click.option("--svg", metavar="FILE", help="Draw the pieces into a picture that needs no network.")
-@click.option("--html", metavar="FILE", help="The same as a page.")
+@click.argument("entry", required=False, metavar="[HASH]")
+@click.option("--variant", metavar="NAME|N", help="Variant, by name or number. Default: the first.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Rank of the entry.")
+@click.option("--prefix", metavar="NAME", help="Compiled part of the model.")
+@click.option("--svg", metavar="FILE", help="Draw the pieces as a self-contained SVG picture.")
+@click.option("--html", metavar="FILE", help="Write the picture as a self-contained HTML page.")
 @cache_dir_option
-@talk_options
+@output_options
 def inspect_graph(
     *, output: Output, entry: str | None, svg: str | None, html: str | None, cache_dir: str | None, **chosen: Any
 ) -> int:
-    """Show the pieces of ENTRY, the beginning of a hash that `inspect cache` lists.
+    """Show the pieces into which the graph of the entry HASH is split.
 
-    A cache with one entry needs no ENTRY. Pieces of the same identity are compiled once.
+    HASH is a prefix of a hash that `cgtool inspect cache` lists. It can be omitted if the cache has only one entry.
+    Pieces with the same identity are compiled once.
     """
-    # The table needs rich, which `--help` does without.
+    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.graph import html_of, show_graph, svg_of
     from cgtool.cli.pages import write_text
     from cgtool.toolkit.inspect.graph import inspect_graph as run
 
-    report = run(entry, **chosen, cache_dir=cache_folder(cache_dir))
+    report = run(entry, **chosen, cache_dir=cache_root(cache_dir))
     for file, draw in ((svg, svg_of), (html, html_of)):
         if file is not None:
             write_text(Path(file), draw(report))
@@ -217,18 +221,18 @@ def inspect_graph(
 @click.command("key", epilog=KEY_EXAMPLES)
 @click.argument("entry", required=False, metavar="[HASH]")
 @cache_dir_option
-@talk_options
+@output_options
 def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> int:
-    """Show every factor of the key of the entry HASH, with its value, those that tell most about a miss first.
+    """Show every factor of the entry HASH's key and its value, the likeliest causes of a miss first.
 
-    HASH is the beginning of a hash that `inspect cache` lists; a cache with one entry needs none.
+    HASH is a prefix of a hash that `cgtool inspect cache` lists. It can be omitted if the cache has only one entry.
 
-    --cache-dir may name a cache of another system: what that wrote of the key is shown (cache_key_factors.json of vLLM,
-    the options of a Triton kernel), and what it did not write is said in a sentence.
+    --cache-dir can name a cache of another system. The recorded parts of its key are shown (vLLM's
+    cache_key_factors.json, the options of a Triton kernel), and a note says what that system does not record.
     """
-    # The lines need rich, which `--help` does without.
+    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_key
     from cgtool.toolkit.inspect.entry import inspect_key as run
 
-    output.report(run(entry, cache_dir=cache_folder(cache_dir)), show_key)
+    output.report(run(entry, cache_dir=cache_root(cache_dir)), show_key)
     return failures.DONE

@@ -1,7 +1,7 @@
-"""What `inspect` found, as people read it: a cache, an entry, a key, an artifact, of ours and of other systems.
+"""The tables of `inspect`: a cache, an entry, a key or an artifact, of cgtool or of another system.
 
-Must not import torch. Everything that a model, a cache folder or a stranger says goes through `plain` (in `show_rows`,
-`Output.line` and `Output.note`), never into markup. People are shown some of what is long; programs get all.
+Must not import torch. Untrusted text (from models and caches) is escaped by `plain` (in `show_rows`, `Output.line` and
+`Output.note`) and never interpreted as markup. Long values are truncated; `--json` has them in full.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from cgtool.toolkit.inspect.cache import CacheReport
     from cgtool.toolkit.inspect.entry import ForeignEntryReport, KeyReport
 
-#: How many shapes a cell names.
+#: Shapes named in a cell.
 _FEW_SHAPES = 4
-#: How much of one value is shown.
+#: Characters shown of a value.
 _MOST_CHARACTERS = 200
 _UNKNOWN = "unknown"
 
@@ -47,7 +47,7 @@ _SYSTEMS = {
 }
 
 _Column = tuple[int, str, "Callable[[Any, float], object]"]
-#: From which width of a terminal on (a pipe is wider than any), heading, and what stands below it.
+#: The terminal width from which a column is shown (a pipe shows all), its heading, and the function for its cells.
 _COLUMNS: tuple[_Column, ...] = (
     (0, "hash", lambda entry, _: short(entry.manifest.hash)),
     (0, "model", lambda entry, _: entry.manifest.model),
@@ -69,7 +69,7 @@ _FOREIGN_COLUMNS: tuple[_Column, ...] = (
     (0, "entry", lambda entry, _: cut(plain(entry.name), 24)),
     (0, "kind", lambda entry, _: entry.kind),
     (0, "ranks", lambda entry, _: " ".join(entry.ranks) or "-"),
-    (90, "holds", lambda entry, _: _held_by(entry)),
+    (90, "holds", lambda entry, _: _contents_text(entry)),
     (115, "shapes", lambda entry, _: _shapes_text(_shapes_of(entry.artifacts)) or "-"),
     (0, ">artifacts", lambda entry, _: len(entry.artifacts)),
     (0, ">size", lambda entry, _: size_text(entry.size_bytes)),
@@ -89,15 +89,15 @@ def show_cache(output: Output, report: CacheReport) -> None:
         output.line(f"The cache at {report.where} is empty. Fill it with: cgtool warm MODEL")
         return
     shown = "" if len(report.shown) == passing else f"{len(report.shown)} shown of "
-    some = "" if passing == count else f"{passing} of "
-    entries = f"{shown}{some}{count_text(count, 'entry', 'entries')} in {report.where}"
+    matching = "" if passing == count else f"{passing} of "
+    entries = f"{shown}{matching}{count_text(count, 'entry', 'entries')} in {report.where}"
     if isinstance(cache, CacheListing):
         _show_entries(output, _COLUMNS, report)
-        part = f"{size_text(figures['matching_bytes'])} of " if some else ""
+        part = f"{size_text(figures['matching_bytes'])} of " if matching else ""
         saved_secs = figures["saved_secs"]
-        saved = f"; hits saved {secs_text(saved_secs)} of compiling" if saved_secs else ""
+        saved = f"; hits saved {secs_text(saved_secs)} of compile time" if saved_secs else ""
         unshared = size_text(figures["unshared_bytes"])
-        output.line(f"{entries}, {part}{size_text(cache.size_bytes)} on the disk; without sharing {unshared}{saved}")
+        output.line(f"{entries}, {part}{size_text(cache.size_bytes)} on disk; {unshared} without sharing{saved}")
         return
     _show_entries(output, _FOREIGN_COLUMNS, report)
     if len(report.shown) == 1 and report.shown[0].artifacts:
@@ -105,8 +105,8 @@ def show_cache(output: Output, report: CacheReport) -> None:
     problems = [f"{entry.name}: {problem}" for entry in report.shown for problem in entry.all_problems()]
     output.notes("Problem", map(plain, problems))
     version = "" if cache.version is None else f" ({cache.version})"
-    found = f"; {count_text(figures['num_problems'], 'problem')}" if figures["num_problems"] else ""
-    output.line(f"{_SYSTEMS[cache.system]}{version}: {entries}, {size_text(cache.size_bytes)} on the disk{found}")
+    problems_text = f"; {count_text(figures['num_problems'], 'problem')}" if figures["num_problems"] else ""
+    output.line(f"{_SYSTEMS[cache.system]}{version}: {entries}, {size_text(cache.size_bytes)} on disk{problems_text}")
     output.line(cache.deletion, style="dim")
 
 
@@ -134,8 +134,8 @@ def _show_artifacts(output: Output, artifacts: Iterable[ForeignArtifact]) -> Non
     show_rows(output, ["artifact", "what", "rank", "shape", ">piece", "target", ">size", "pickle"], rows)
 
 
-def _held_by(entry: ForeignEntry) -> str:
-    """The prefixes of a model, or the name and the target of a kernel."""
+def _contents_text(entry: ForeignEntry) -> str:
+    """Return the prefixes of a model, or the name and target of a kernel."""
     targets = {artifact.target for artifact in entry.artifacts if artifact.what == "kernel_binary" and artifact.target}
     names = [str(entry.kernel["name"])] if "name" in entry.kernel else []
     return " ".join([*entry.prefixes, *names, *sorted(targets)]) or "-"
@@ -146,13 +146,13 @@ def _shapes_of(artifacts: Iterable[ForeignArtifact]) -> tuple[Shape, ...]:
 
 
 def _shapes_text(shapes: Sequence[Shape]) -> str:
-    """Shapes for people: "general, 8", "general, 8, 16, 24, … (9)"."""
-    words = [shape_text(shape) for shape in shapes[: _FEW_SHAPES + 1]]
-    return ", ".join(words if len(shapes) <= len(words) else [*words[:-1], f"… ({len(shapes)})"])
+    """Format shapes: "general, 8", "general, 8, 16, 24, … (9)"."""
+    texts = [shape_text(shape) for shape in shapes[: _FEW_SHAPES + 1]]
+    return ", ".join(texts if len(shapes) <= len(texts) else [*texts[:-1], f"… ({len(shapes)})"])
 
 
 def show_entry(output: Output, report: EntryReport | ForeignEntryReport) -> None:
-    """Print what an entry is compiled for, or holds."""
+    """Print the coverage of an entry, or the contents of another system's entry."""
     if isinstance(report, EntryReport):
         _show_coverage(output, report)
         return
@@ -171,8 +171,8 @@ def show_entry(output: Output, report: EntryReport | ForeignEntryReport) -> None
         if shapes := _shapes_of(artifacts):
             groups.setdefault((rank, prefix, ", ".join(map(shape_text, shapes))), []).append(piece)
     compiled = [
-        f"{_where(rank, prefix)}{_pieces_text(numbers)} for {words}"
-        for (rank, prefix, words), numbers in groups.items()
+        f"{_where(rank, prefix)}{_pieces_text(numbers)} for {shape_names}"
+        for (rank, prefix, shape_names), numbers in groups.items()
     ]
     holes = [
         f"{_where(hole.rank, hole.prefix)}piece {hole.piece_index} for {shape_text(hole.shape)}"
@@ -219,11 +219,11 @@ def _show_coverage(output: Output, report: EntryReport) -> None:
 
 
 def _coverage_table(output: Output, places: Sequence[Place], adaptor: str, *, several: bool) -> None:
-    """Print shapes against pieces; those of one rank whose cells are the same share a column, and so do such ranks."""
+    """Print a row for each shape; pieces, and ranks, with equal cells share a column."""
     texts = [shape_text(shape) for shape in distinct_shapes(shape for place in places for shape in place.shapes)]
     columns: dict[tuple[str, ...], dict[int, list[int]]] = {}
     for place in places:
-        cells = dict.fromkeys(map(shape_text, place.shapes), "as it stands" if place.serves_all else "")
+        cells = dict.fromkeys(map(shape_text, place.shapes), "not compiled" if place.serves_all else "")
         cells |= {shape_text(row.shape): _cell(row, adaptor) for row in place.rows}
         cells |= {shape_text(shape): "HOLE" for shape in place.missing}
         column = tuple(cells.get(text, "") for text in texts)
@@ -249,7 +249,7 @@ def _cell(row: Row, adaptor: str) -> str:
 
 
 def _remarks(report: EntryReport) -> Iterator[str]:
-    """Yield what stands below the tables: sums, holes, fallbacks, what is not proved."""
+    """Yield the lines below the tables: totals, holes, fallbacks and proofs."""
     coverage = report.coverage
     rows = [row for place in coverage.places for row in place.rows]
     sizes = {row.artifact.digest: row.artifact.size_bytes for row in rows}
@@ -264,16 +264,16 @@ def _remarks(report: EntryReport) -> Iterator[str]:
         f"{count_text(one.count, 'piece')} of variant {one.variant} without artifacts (rank {one.rank}, {one.prefix})"
         for one in coverage.unknown
     ]
-    yield from _listed("Holes, which warming the model again fills:", holes)
+    yield from _listed("Holes (warm the model again to fill them):", holes)
     if not holes and not report.warnings:
-        yield "No holes: every piece has every shape."
+        yield "No holes: every piece covers every shape."
     fallbacks = [
         f"piece {fallback.piece_index} for {shape_text(fallback.shape)} (variant {fallback.variant}, rank "
         f"{manifest.rank}, {manifest.prefix}) by {fallback.adaptor}: {fallback.reason}"
         for manifest in report.manifests
         for fallback in manifest.fallbacks
     ]
-    yield from _listed("Served by another adaptor:", fallbacks)
+    yield from _listed("Compiled by another adaptor:", fallbacks)
     gaps: dict[str, int] = {}
     for row in rows:
         if row.artifact.proof_gap:
@@ -288,12 +288,12 @@ def _remarks(report: EntryReport) -> Iterator[str]:
             elif variant.proved_at:
                 shapes = [shape_text(of_sizes(sizes)) for sizes in variant.proved_at if sizes]
                 called.append(f"{whose}: {', '.join(shapes) or 'its one shape'}")
-    yield from _listed("Whole calls that gave what the model itself gives:", called)
+    yield from _listed("Whole calls that equal the model's own:", called)
     yield from _listed("Not proved:", not_proved)
 
 
 def show_key(output: Output, report: KeyReport) -> None:
-    """Print every factor and the leaves of its value, and what another system did not write."""
+    """Print every factor and the leaves of its value, and what another system does not record."""
     output.line(_one_line(report.hash), style="bold", whole=True)
     lines: list[str] = []
     for factor in report.factors:
@@ -306,7 +306,7 @@ def show_key(output: Output, report: KeyReport) -> None:
 
 
 def show_artifact(output: Output, report: ArtifactReport | ForeignArtifactReport) -> None:
-    """Print what an artifact holds."""
+    """Print the contents of an artifact and the pieces that use it."""
     contents = report.contents
     if isinstance(report, ArtifactReport):
         output.notes("Warning", map(plain, report.warnings))
@@ -325,13 +325,13 @@ def show_artifact(output: Output, report: ArtifactReport | ForeignArtifactReport
     else:
         artifact = report.artifact
         output.line(_one_line(f"{report.entry.name}/{artifact.path}"), style="bold", whole=True)
-        output.line(_one_line(", ".join(_artifact_words(artifact))))
+        output.line(_one_line(", ".join(_artifact_facts(artifact))))
         if report.facts:
             _show_facts(output, "Kernel", report.facts)
         if contents.compiler:
             output.line(f"Compiler: {_one_line(contents.compiler)}")
         held = [*artifact.members, *(f"{name} ({size_text(size)})" for name, size in contents.members)]
-        for line in _listed("Holds:", held):
+        for line in _listed("Contains:", held):
             output.line(line)
         _show_kernels(output, report.kernels)
         output.notes("Problem", map(plain, [*artifact.problems, *contents.warnings]))
@@ -340,7 +340,7 @@ def show_artifact(output: Output, report: ArtifactReport | ForeignArtifactReport
         _show_source(output, source.text, source.language)
 
 
-def _artifact_words(artifact: ForeignArtifact) -> Iterator[str]:
+def _artifact_facts(artifact: ForeignArtifact) -> Iterator[str]:
     yield artifact.what
     yield size_text(artifact.size_bytes)
     if artifact.piece_index is not None:
@@ -379,12 +379,12 @@ def _uses(report: ArtifactReport) -> Iterator[str]:
         f"{where}, {variant}, {_pieces_text(pieces)} for {shape}" for (where, variant, shape), pieces in places.items()
     ]
     yield ""
-    yield from _listed("Serves:", served) if served else ["No manifest names it."]
-    yield from _listed("Relies on:", guards)
+    yield from _listed("Used by:", served) if served else ["No manifest names it."]
+    yield from _listed("Guards:", guards)
 
 
 def _show_facts(output: Output, title: str, facts: Mapping[str, Any]) -> None:
-    """Print the leaves of some facts below a title; "unknown" where there are none."""
+    """Print the leaves of some facts below a title; "unknown" if there are none."""
     if not facts:
         output.line(f"{title}: {_UNKNOWN}")
         return
@@ -393,10 +393,10 @@ def _show_facts(output: Output, title: str, facts: Mapping[str, Any]) -> None:
 
 
 def _show_source(output: Output, text: str, language: str) -> None:
-    """Print text that a stranger wrote: highlighted on a terminal, else as it is, without what a terminal obeys."""
+    """Print untrusted source text, escaped; highlighted on a terminal."""
     shown = plain(text, lines=True)
     if output.stdout.is_terminal:
-        from rich.syntax import Syntax  # pygments, which a pipe does without
+        from rich.syntax import Syntax  # lazy: imports pygments
 
         output.show(Syntax(shown, language, theme="ansi_dark", background_color="default", word_wrap=True))
     else:
@@ -404,11 +404,11 @@ def _show_source(output: Output, text: str, language: str) -> None:
 
 
 def _listed(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Yield a title and some of the lines below it; nothing where there are none."""
-    given = first(list(lines))
-    if given:
+    """Yield a title and the first lines, indented; nothing if there are no lines."""
+    shown = first(list(lines))
+    if shown:
         yield title
-        yield from (f"  {_one_line(line)}" for line in given)
+        yield from (f"  {_one_line(line)}" for line in shown)
 
 
 def _leaf(path: str, value: Any) -> str:

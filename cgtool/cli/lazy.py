@@ -1,6 +1,6 @@
-"""A click group whose commands' modules load only when one is chosen.
+"""A click group that imports a command's module only when the command is chosen.
 
-Must not import torch, nor any command's module: `cgtool --help` reads the short helps from the table alone.
+Must not import torch or any command's module: `cgtool --help` reads the summaries from the table.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class LazyGroup(click.Group):
-    """A group made from a table: name → ("module:attribute", short help).
+    """A group built from a table: name → ("module:attribute", summary).
 
-    The short help stands in the table because reading it from the command would load the command's module.
+    The summary is in the table because reading it from the command would import the command's module.
     """
 
     def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.table = dict(table)
-        #: Whether a command was run: else only the command line was read, for help or for a shell that completes it.
+        #: True once a command runs; False if click only printed help or answered a completion request.
         self.was_invoked = False
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -32,11 +32,11 @@ class LazyGroup(click.Group):
         return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return the names in the table's order."""
+        """Return the command names in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        """Load the module of a command and return the command; None for a name that the table lacks."""
+        """Import and return a command; None if the table has no such name."""
         if cmd_name not in self.table:
             return None
         place, short_help = self.table[cmd_name]
@@ -46,6 +46,6 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's
-        """Write the commands and their short helps from the table."""
+        """Write the commands and their summaries from the table."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, short_help) for name, (_, short_help) in self.table.items()])

@@ -1,6 +1,6 @@
-"""Library messages on stderr: warnings always, everything with --verbose, and other libraries' chatter only then.
+"""Log messages on stderr: cgtool's warnings always; its other messages, and those of libraries, only with --verbose.
 
-Must not import torch. cgtool's modules speak through `logging.getLogger("cgtool...")`.
+Must not import torch. cgtool's modules log to `logging.getLogger("cgtool...")`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 CHATTY = ("torch", "transformers", "filelock", "py.warnings")
 
 
-class _ToOutput(logging.Handler):
-    """Hand a record to the output, which keeps it off stdout and clear of a live progress line."""
+class _OutputHandler(logging.Handler):
+    """Print records through `Output`, which keeps them off stdout and clear of the live progress line."""
 
     def __init__(self, output: Output) -> None:
         super().__init__()
@@ -39,30 +39,30 @@ class _ToOutput(logging.Handler):
 
 
 def configure(output: Output) -> None:
-    """Send cgtool's log to stderr, and hush the libraries that a warm drags in unless --verbose."""
+    """Send cgtool's log to stderr and, unless --verbose, silence the libraries that a warm imports."""
     logger = logging.getLogger("cgtool")
-    logger.handlers = [_ToOutput(output)]
+    logger.handlers = [_OutputHandler(output)]
     logger.propagate = False
     logger.setLevel(logging.DEBUG if output.verbose else logging.WARNING)
     if output.verbose:
         return
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # What the user asked of Python itself (-W, PYTHONWARNINGS) goes before our quiet.
+    # The user's own filters (-W, PYTHONWARNINGS) take precedence.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
 
-def hushing(output: Output, on_event: OnEvent) -> OnEvent:
-    """Return `on_event`, after each of whose calls torch's own log handlers say errors only, unless --verbose.
+def silencing_torch(output: Output, on_event: OnEvent) -> OnEvent:
+    """Wrap `on_event` so that each event limits torch's log handlers to errors, unless --verbose.
 
-    torch installs them, on many of its loggers, as it is imported: in the middle of a command, and no sooner. They are
-    plain ones; what else hangs there belongs to whoever called.
+    torch installs plain `StreamHandler`s on many of its loggers when it is imported, which is in the middle of a
+    command. Handlers of other types belong to the caller and are left alone.
     """
     if output.verbose:
         return on_event
 
-    def told(event: Event) -> None:
+    def silence_and_forward(event: Event) -> None:
         for name in list(logging.root.manager.loggerDict):
             if name.partition(".")[0] == "torch":
                 for handler in logging.getLogger(name).handlers:
@@ -70,4 +70,4 @@ def hushing(output: Output, on_event: OnEvent) -> OnEvent:
                         handler.setLevel(logging.ERROR)
         on_event(event)
 
-    return told
+    return silence_and_forward

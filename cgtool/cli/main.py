@@ -1,6 +1,6 @@
-"""`cgtool`: the group of commands, and the one place where an exception becomes words and an exit code.
+"""`cgtool`: the command group, and the one place that turns an exception into a message and an exit code.
 
-Must not import torch, nor a command's module: each loads when it is chosen.
+Must not import torch or a command's module: each command is imported when it is chosen.
 """
 
 from __future__ import annotations
@@ -21,49 +21,46 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COMMANDS = {
-    "warm": ("cgtool.cli.warm:warm", "Compile a model into the cache before it is served."),
-    "bench": ("cgtool.cli.bench:bench", "Measure every way to start a model: what you would gain."),
-    "inspect": ("cgtool.cli.inspect:inspect", "Look into the cache: its entries, or the pieces of one."),
-    "verify": ("cgtool.cli.verify:verify", "Check every file of the cache, and whether this machine can load it."),
-    "diff": ("cgtool.cli.diff:diff", "Name what differs between two entries, caches or bundles."),
-    "why": ("cgtool.cli.why:why", "Say whether a model would hit, and if not, why."),
-    "check": ("cgtool.cli.check:check", "Say whether a warmed model may be served from CUDA graphs."),
-    "prune": ("cgtool.cli.prune:prune", "Remove from the cache what is old, stale, too much or left over."),
-    "export": ("cgtool.cli.export:export", "Write entries of the cache as one file that can be shipped."),
-    "import": ("cgtool.cli.import_:import_", "Take entries from a bundle into the cache, once all was checked."),
-    "push": ("cgtool.cli.push:push", "Send entries of the cache to a remote store."),
-    "pull": ("cgtool.cli.pull:pull", "Take entries of a remote store into the cache, once all was checked."),
-    "completion": (
-        "cgtool.cli.completion:completion",
-        "Complete cgtool's commands and options in bash, zsh and fish.",
-    ),
+    "warm": ("cgtool.cli.warm:warm", "Compile a model into the cache ahead of serving."),
+    "bench": ("cgtool.cli.bench:bench", "Benchmark every way to start a model."),
+    "inspect": ("cgtool.cli.inspect:inspect", "Inspect the cache, an entry, an artifact or a key."),
+    "verify": ("cgtool.cli.verify:verify", "Check that cached files are intact and load on this machine."),
+    "diff": ("cgtool.cli.diff:diff", "Compare two entries, caches or bundles."),
+    "why": ("cgtool.cli.why:why", "Explain why a model hits or misses the cache."),
+    "check": ("cgtool.cli.check:check", "Check that a model can be served from CUDA graphs."),
+    "prune": ("cgtool.cli.prune:prune", "Remove old, stale or unreferenced data from the cache."),
+    "export": ("cgtool.cli.export:export", "Export entries of the cache to a bundle."),
+    "import": ("cgtool.cli.import_:import_", "Verify a bundle and import its entries into the cache."),
+    "push": ("cgtool.cli.push:push", "Push entries of the cache to a remote store."),
+    "pull": ("cgtool.cli.pull:pull", "Pull entries from a remote store, verify and cache them."),
+    "completion": ("cgtool.cli.completion:completion", "Print or install shell completion (bash, zsh, fish)."),
 }
 
 EXAMPLES = """\b
 Examples:
   cgtool warm fixtures/tiny_llama.py:build
-  cgtool bench fixtures/tiny_llama.py:build
+  cgtool why fixtures/tiny_llama.py:build
   cgtool inspect cache
-  cgtool inspect graph
+  cgtool bench fixtures/tiny_llama.py:build
 """
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(cgtool_version, message="cgtool %(version)s")
 def cgtool() -> None:
-    """Compile models before they are served, and start fresh processes from what was compiled.
+    """Compile PyTorch models ahead of serving, and start fresh processes from the compiled cache.
 
-    `warm` traces a model, splits it, compiles every different piece once and stores all of it in a cache.
-    `cgtool.load(model)` in Python then starts from that cache without tracing the model again.
+    `cgtool warm` traces a model, splits its graph into pieces, compiles each unique piece once and stores the result in
+    a cache. In Python, `cgtool.load(model)` then starts from that cache without tracing the model again.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a check said no, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check, 130 Ctrl-C, 143 SIGTERM.
     """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `cgtool` and return its exit code; prints, and never raises."""
+    """Run `cgtool` and return its exit code. Errors are printed, not raised."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _have_streams()
+    _ensure_streams()
     streams = sys.stdout, sys.stderr
     cgtool.was_invoked = False
     try:
@@ -71,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = cgtool.main(args=arguments, prog_name="cgtool", standalone_mode=False)
             sys.stdout.flush()
     except SystemExit as error:
-        # click says that a reader went away by wrapping both streams and leaving with 1; else it is a model's own exit.
+        # On EPIPE, click wraps both streams and exits with 1. Any other SystemExit comes from the model's code.
         reader_gone = (sys.stdout, sys.stderr) != streams
         sys.stdout, sys.stderr = streams
-        if not reader_gone and not cgtool.was_invoked:  # click has answered a shell that completes a command line
+        if not reader_gone and not cgtool.was_invoked:  # click has answered a completion request
             return error.code if isinstance(error.code, int) else failures.FAILED
         return _end(BrokenPipeError() if reader_gone else error, arguments)
-    except BaseException as error:  # noqa: BLE001 - the one place where every exception ends
+    except BaseException as error:  # noqa: BLE001 - the last handler of every exception
         return _end(error, arguments)
     return code if isinstance(code, int) else failures.DONE
 
@@ -98,12 +95,12 @@ def _end(error: BaseException, arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except OSError:
         failure = failures.failure_of(BrokenPipeError()) if failure.exit_code == failures.DONE else failure
-    _let_go_of_stdout()
+    _flush_or_discard_stdout()
     return failure.exit_code
 
 
-def _have_streams() -> None:
-    # A daemon may be started with its streams closed: Python has None for them then.
+def _ensure_streams() -> None:
+    # A daemon may be started with closed streams, which Python sets to None.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - lives as long as the process
     if sys.stderr is None:
@@ -111,12 +108,12 @@ def _have_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            # A terminal that cannot show a character shows its escape instead of ending the command.
+            # Escape characters that the terminal's encoding lacks instead of failing.
             reconfigure(errors="backslashreplace")
 
 
-def _let_go_of_stdout() -> None:
-    # What is still buffered cannot be written: Python would complain of it once more as it exits.
+def _flush_or_discard_stdout() -> None:
+    # If the buffer cannot be written, discard it: Python would report the same error again at exit.
     try:
         sys.stdout.flush()
     except OSError:

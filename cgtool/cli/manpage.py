@@ -1,9 +1,6 @@
-"""Man pages written from the click parser and from the heads of the modules that write each file of a cache.
+"""Man pages, generated from the click commands and from the docstrings of the modules that define a cache's files.
 
-So they cannot say anything else than `--help` and those modules do.
-
-`python -m cgtool.cli.manpage man/` writes them; a test holds the files equal to that.
-Must not import torch.
+`python -m cgtool.cli.manpage man/` writes them; a test checks that the files are up to date. Must not import torch.
 """
 
 from __future__ import annotations
@@ -21,51 +18,52 @@ import click
 from cgtool.cli.main import cgtool
 
 EXIT_STATUS = (
-    ("0", "Done."),
-    ("1", "Failed; the reason is on standard error."),
-    ("2", "Wrong usage."),
-    ("3", "A check said no, or the cache does not serve the model."),
-    ("130", "Ended by Ctrl-C. The cache is as before or as after."),
-    ("141", "The reader of the output went away."),
-    ("143", "Ended by SIGTERM. The cache is as before or as after."),
+    ("0", "Success."),
+    ("1", "Failure; the reason is printed on standard error."),
+    ("2", "Usage error."),
+    ("3", "A check failed, or the cache has no entry that matches the model."),
+    ("130", "Interrupted by Ctrl-C. Each entry of the cache is in its old or its new state, never in between."),
+    ("141", "The reader of the output closed the pipe."),
+    ("143", "Terminated by SIGTERM. Each entry of the cache is in its old or its new state, never in between."),
 )
 
 ENVIRONMENT = (
-    ("CGTOOL_CACHE_DIR", "The cache's root where --cache-dir names none."),
-    ("CGTOOL_DISABLE_CACHE", "Switches the cache off where it is 1."),
-    ("CGTOOL_*", "Fields of CompilationConfig in capitals, such as CGTOOL_LEVEL."),
-    ("NO_COLOR", "Switches colours off where it is set."),
+    ("CGTOOL_CACHE_DIR", "Root of the cache, unless --cache-dir is given."),
+    ("CGTOOL_DISABLE_CACHE", "Disables the cache if set to 1."),
+    ("CGTOOL_*", "Fields of CompilationConfig in upper case, such as CGTOOL_LEVEL."),
+    ("NO_COLOR", "Disables colours if set."),
 )
 
 FILES = (
-    ("cgtool.toml, pyproject.toml", "Settings: in pyproject.toml the table [tool.cgtool]."),
-    ("~/.cache/cgtool", "The cache where nothing else is said."),
+    ("cgtool.toml, pyproject.toml", "Settings. In pyproject.toml, the table [tool.cgtool]."),
+    ("~/.cache/cgtool", "The default root of the cache."),
 )
 
 
 _DESCRIPTION = """\
-A cache of cgtool is a folder. Everything in it is named by a digest, is written whole or not at all, and lies at no
-fixed place: an entry may be copied to any other cache, user or machine. What follows is the grammar of every file, as
-it stands at the head of the module that writes it.
+A cache of cgtool is a directory. Everything in it is named by a digest and written atomically, and nothing depends on
+its location: an entry can be copied to any other cache, user or machine. The following sections define the format of
+every file, taken from the documentation of the module that writes it.
 
-Records are JSON; the tag of a record names its kind and the version of its grammar, and its types stand in its class. A
-record of another version is refused, with the version that wrote it.
+Records are JSON. The tag of a record names its kind and the version of its format; the types of its fields are given by
+its class. A record of another version is rejected with an error that names the version that wrote it.
 """
 
 _TRUST = """\
 AN ARTIFACT IS CODE. Whoever can write to a cache decides what runs in every process that loads from it, with all the
-rights of that process. A digest says that bytes are those that the manifest names. It does not say who wrote either.
+rights of that process. A digest proves that the bytes are those that the manifest names. It does not prove who wrote
+either of them.
 
-An artifact of the kind pt2 is a package that holds native code, which the loader maps into the process. Artifacts of
-the kinds that the adaptors inductor_standalone and inductor write hold torch's own pickle as well, and pickle runs what
-it likes as it is read. A plan names functions, which are called.
+An artifact of the kind pt2 is a package with native code, which the loader maps into the process. Artifacts of the
+adaptors inductor_standalone and inductor also contain torch's own pickle, and unpickling can run arbitrary code. A plan
+names functions, which are called.
 
-So take bundles only from those whose programs you would run. Sign what you ship (cgtool export --sign), demand a
-signature where it is taken (cgtool import --require-signature), and let no other user write to the cache's folders.
-Nothing is executed before its digest matched; under a signature policy, before its signature did.
+So accept bundles only from people whose programs you would run. Sign what you ship (cgtool export --sign), require a
+signature when you import it (cgtool import --require-signature), and let no other user write to the cache. Nothing is
+executed before its digest has been verified and, under a signature policy, its signature.
 """
 
-#: What each section is about, and the module whose head says it.
+#: The sections, and the module whose docstring each one shows.
 _SECTIONS = (
     ("THE TREE", "cgtool.store.layout"),
     ("HOW FILES ARE WRITTEN", "cgtool.store.files"),
@@ -85,7 +83,7 @@ _SECTIONS = (
 
 
 def pages() -> dict[str, str]:
-    """Return every man page by file name."""
+    """Return the text of every man page by file name."""
     context = click.Context(cgtool, info_name="cgtool", **cgtool.context_settings)
     result = {"cgtool.1": _page(cgtool, context, sections=[])}
     for name in cgtool.list_commands(context):
@@ -113,11 +111,11 @@ Section = tuple[click.Command, click.Context]
 def _page(command: click.Command, context: click.Context, *, sections: list[Section]) -> str:
     dashed = context.command_path.replace(" ", "-")
     lines = [
-        r".\" Written by `python -m cgtool.cli.manpage man/` from the parser: change the parser.",
+        r".\" Generated from the click commands by `python -m cgtool.cli.manpage man/`. Do not edit.",
         f'.TH "{dashed.upper()}" 1 "" "cgtool" "cgtool manual"',
         ".nh",
         ".SH NAME",
-        f"{escaped(dashed)} \\- {escaped(_short(command))}",
+        f"{escaped(dashed)} \\- {escaped(_short(command)[:1].lower() + _short(command)[1:])}",
         ".SH SYNOPSIS",
     ]
     synopses = [context, *(inner for _, inner in sections)] if not sections else [inner for _, inner in sections]
@@ -141,6 +139,8 @@ def _page(command: click.Command, context: click.Context, *, sections: list[Sect
         lines.append(f".SH {heading}")
         for term, text in rows:
             lines += [".TP", f".B {escaped(term)}", escaped(text)]
+    others = [] if len(context.command_path.split()) == 1 else [".BR cgtool (1),"]
+    lines += [".SH SEE ALSO", *others, r".BR cgtool\-cache (5)"]
     return "\n".join(lines) + "\n"
 
 
@@ -172,9 +172,9 @@ def _examples(command: click.Command, *, heading: str) -> list[str]:
 
 
 def cache_page() -> str:
-    """Return the text of the page."""
+    """Return the page on the format of a cache."""
     lines = [
-        r".\" Written by `python -m cgtool.cli.manpage man/` from the heads of the modules: change them.",
+        r".\" Generated from docstrings by `python -m cgtool.cli.manpage man/`. Do not edit.",
         '.TH "CGTOOL-CACHE" 5 "" "cgtool" "cgtool manual"',
         ".nh",
         ".SH NAME",
@@ -193,32 +193,32 @@ def cache_page() -> str:
 
 
 def head(text: str) -> list[str]:
-    """Return a module's head as roff: paragraphs, and indented blocks as they stand."""
+    """Convert a module's docstring to roff: paragraphs, and indented blocks verbatim."""
     lines: list[str] = []
     for block in _blocks(inspect.cleandoc(text)):
         if block.startswith("    "):
             lines += [".PP", ".RS 4", ".nf", *literal(textwrap.dedent(block)), ".fi", ".RE"]
         else:
-            words = " ".join(block.split()).replace("Must not import torch.", "").replace("::", ":").strip()
-            lines += [".PP", escaped(words)] if words else []
+            paragraph = " ".join(block.split()).replace("Must not import torch.", "").replace("::", ":").strip()
+            lines += [".PP", escaped(paragraph)] if paragraph else []
     return lines
 
 
 def _records(module: ModuleType) -> Iterator[str]:
-    """Yield what a module's records are, and their fields as the docstrings of their classes say them."""
-    from cgtool.plan.grammar import Record  # what other pages do without
+    """Yield the records of a module and their fields, from the docstrings of their classes."""
+    from cgtool.plan.grammar import Record  # lazy: other pages do not need it
 
     for name, record in vars(module).items():
         if isinstance(record, type) and issubclass(record, Record) and record.__module__ == module.__name__:
-            said, _, rest = inspect.cleandoc(record.__doc__ or "").partition("\n\nArgs:\n")
+            summary, _, rest = inspect.cleandoc(record.__doc__ or "").partition("\n\nArgs:\n")
             fields, _, _ = rest.partition("\n\n")
-            yield from (".PP", escaped(f"{name}: {' '.join(said.split())}"))
+            yield from (".PP", escaped(f"{name}: {' '.join(summary.split())}"))
             if fields:
                 yield from (".RS 4", ".nf", *literal(textwrap.dedent(fields)), ".fi", ".RE")
 
 
 def _blocks(text: str) -> list[str]:
-    """Split at empty lines, and keep together what is indented: a grammar may hold empty lines."""
+    """Split at empty lines, except inside an indented block: a grammar may have empty lines."""
     blocks: list[str] = []
     for block in text.split("\n\n"):
         if block.startswith("    ") and blocks and blocks[-1].startswith("    "):
@@ -229,15 +229,15 @@ def _blocks(text: str) -> list[str]:
 
 
 def escaped(text: str) -> str:
-    """Return one line that man shows as it stands: no request, no special character."""
+    """Escape a line so that man shows it verbatim: no requests, no special characters."""
     text = text.replace("\\", r"\e").replace("-", r"\-").replace("'", r"\(aq").replace("`", r"\(ga")
-    # groff reads Latin-1 unless it is told otherwise
+    # groff reads Latin-1 by default
     text = "".join(char if char.isascii() else rf"\[u{ord(char):04X}]" for char in text)
     return r"\&" + text if text.startswith(".") else text
 
 
 def literal(text: str) -> list[str]:
-    """Return the lines of a block that man shows as they stand, in a `.nf`."""
+    """Escape the lines of a verbatim block, inside a `.nf`."""
     return [escaped(line) or ".sp" for line in text.splitlines()]
 
 

@@ -1,8 +1,7 @@
-"""The one sink of the command line: data goes to stdout, talk goes to stderr.
+"""The only output of the command line: reports go to stdout, everything else to stderr.
 
-Must not import torch, nor rich before something is shown: `--help` does without. Nothing else of cgtool prints. While a
-model's own code runs, its prints are sent to stderr (`Output.talking`), so that what a program reads from stdout is a
-report and nothing else.
+Must not import torch, or rich before something is shown: `--help` does not need it. Nothing else in cgtool prints.
+While a model's code runs, `Output.stdout_to_stderr` redirects its output, so that stdout holds nothing but the report.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
 _Report = TypeVar("_Report")
 
 _CHUNK = 1024
-#: Wider than any table: where nobody looks at a terminal, nothing is cut or wrapped.
+#: Wider than any table: output to a pipe is not wrapped.
 _PIPE_WIDTH = 100_000
-#: How much of a sentence is shown that others wrote.
+#: Characters shown of a sentence that may come from an untrusted cache.
 _MOST_OF_SENTENCE = 1000
 
 
 class Output:
-    """Where a command's words go."""
+    """Prints a command's report and messages as the output options ask."""
 
     def __init__(
         self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False, traceback: bool = False
@@ -44,32 +43,32 @@ class Output:
 
     @functools.cached_property
     def stdout(self) -> Console:
-        """Where data is drawn: what was the standard output when this was made."""
+        """A console on the sys.stdout of the time when this object was created."""
         return _console_of(self._streams[0])
 
     @functools.cached_property
     def stderr(self) -> Console:
-        """Where talk is drawn: what was the standard error when this was made."""
+        """A console on the sys.stderr of the time when this object was created."""
         return _console_of(self._streams[1])
 
     def json(self, document: Any) -> None:
-        """Print a report for programs, a record or a mapping: indented, ASCII only, so that no terminal obeys it."""
-        from msgspec import to_builtins  # which `--help` does without
+        """Print a record or a mapping as indented JSON, in ASCII so that it holds no control sequences."""
+        from msgspec import to_builtins  # lazy: `--help` does not need it
 
-        plain_document = to_builtins(document, enc_hook=str)  # paths are text
+        plain_document = to_builtins(document, enc_hook=str)  # for paths
         _write(sys.stdout, json.dumps(plain_document, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
 
     def report(self, report: _Report, show: Callable[[Output, _Report], None]) -> None:
-        """Print a report: as JSON where that was asked for, else as `show` shows it to people."""
+        """Print a report: as JSON with --json, otherwise with `show`."""
         if self.as_json:
             self.json(report.to_json() if hasattr(report, "to_json") else report)
         else:
             show(self, report)
 
     def json_of_many(self, document: dict[str, Any], name: str, items: Iterable[Any]) -> None:
-        """Print a report whose field `name` is a long list: an item a line, each made as it is printed.
+        """Print a report as JSON whose field `name` is a long list: one item per line, each encoded as it is printed.
 
-        The report has anything for that field, which keeps its place.
+        `document[name]` is only a placeholder that sets the position of the field.
         """
         for number, (field, value) in enumerate(document.items()):
             _write(sys.stdout, ("{" if number == 0 else ",") + f"\n  {json.dumps(field)}: ")
@@ -84,7 +83,7 @@ class Output:
         _write(sys.stdout, "\n}\n")
 
     def show(self, renderable: RenderableType) -> None:
-        """Draw something of rich's on stdout; where no terminal shows it, without spaces at the ends of lines."""
+        """Print a renderable on stdout; without trailing spaces unless stdout is a terminal."""
         if self.stdout.is_terminal:
             self.stdout.print(renderable)
             return
@@ -93,12 +92,12 @@ class Output:
         _write(self.stdout.file, "".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
     def line(self, text: str = "", *, style: str = "", whole: bool = False) -> None:
-        """Print plain text on stdout, never read as markup, wrapped between words on a terminal.
+        """Print plain text on stdout, never as markup, wrapped between words on a terminal.
 
-        With `whole`, wrapping is left to the terminal, so that it can be copied as one line.
+        With `whole`, the terminal does the wrapping, so that the text can be copied as one line.
         """
         shown = plain(text, lines=True)
-        if not self.stdout.is_terminal:  # rich takes a fifth of a second for some thousand lines
+        if not self.stdout.is_terminal:  # rich needs a fifth of a second for a few thousand lines
             _write(self.stdout.file, shown + "\n")
             return
         from rich.text import Text
@@ -106,28 +105,28 @@ class Output:
         self.stdout.print(Text(shown, style=style), soft_wrap=whole)
 
     def note(self, text: str, *, style: str = "") -> None:
-        """Say something on stderr, unless quiet."""
+        """Print a message on stderr, unless --quiet."""
         if not self.quiet:
             from rich.text import Text
 
             self.stderr.print(Text(plain(text, lines=True), style=style))
 
-    def notes(self, word: str, sentences: Iterable[str]) -> None:
-        """Say some of what is to be noted, each after a word such as "Warning"; line ends stay."""
+    def notes(self, label: str, sentences: Iterable[str]) -> None:
+        """Print the first sentences on stderr, each after a label such as "Warning"; line ends are kept."""
         for sentence in first(list(sentences)):
-            self.note(f"{word}: {cut(sentence, _MOST_OF_SENTENCE)}", style="yellow")
+            self.note(f"{label}: {cut(sentence, _MOST_OF_SENTENCE)}", style="yellow")
 
     def error(self, text: str) -> None:
-        """Say what failed on stderr, quiet or not."""
+        """Print an error on stderr, even with --quiet."""
         from rich.text import Text
 
-        words = Text("Error: ", style="bold red")
-        words.append(plain(text, lines=True), style="not bold default")
-        self.stderr.print(words)
+        message = Text("Error: ", style="bold red")
+        message.append(plain(text, lines=True), style="not bold default")
+        self.stderr.print(message)
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[None]:
-        """Send what others print to stdout (a model's own code, compilers) to stderr while the block runs."""
+    def stdout_to_stderr(self) -> Iterator[None]:
+        """Redirect what others print to stdout (a model's code, compilers) to stderr inside the block."""
         sys.stdout.flush()
         with contextlib.redirect_stdout(sys.stderr):
             saved = os.dup(1)
@@ -140,21 +139,21 @@ class Output:
 
 
 def _console_of(stream: TextIO) -> Console:
-    """A terminal that is given no size has 80 columns; a pipe has no width at all."""
+    """Return a console; a terminal of unknown size has 80 columns, a pipe is not wrapped."""
     from rich.console import Console
 
-    class WholeConsole(Console):
-        """A console that leaves a reader who went away to the one place where every exception ends."""
+    class RaisingConsole(Console):
+        """A console that lets BrokenPipeError propagate to `main`."""
 
         def on_broken_pipe(self) -> None:
             raise  # noqa: PLE0704 - rich calls this while it handles the BrokenPipeError
 
     width = None if stream.isatty() else _PIPE_WIDTH
-    return WholeConsole(file=stream, width=width, markup=False, highlight=False, emoji=False, legacy_windows=False)
+    return RaisingConsole(file=stream, width=width, markup=False, highlight=False, emoji=False, legacy_windows=False)
 
 
 def _write(stream: IO[str], text: str) -> None:
-    # An unbuffered stream (PYTHONUNBUFFERED) drops what a pipe did not take of one write, without an error: a reader
-    # that went away would look like success. A pipe takes this much whole or fails.
+    # An unbuffered stream (PYTHONUNBUFFERED) silently drops the part of a write that a pipe did not take, so a reader
+    # that closed the pipe would look like success. A pipe takes a chunk of this size completely or fails.
     for start in range(0, len(text), _CHUNK):
         stream.write(text[start : start + _CHUNK])

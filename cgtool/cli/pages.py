@@ -1,9 +1,9 @@
-"""The pages that `--html` writes: one file each, which needs no network and no script.
+"""The pages that `--html` writes: self-contained files without scripts or network access.
 
-Must not import torch. Whatever a model's author wrote (its name, an error's text) is escaped, and a page's
-Content-Security-Policy forbids it to load or run anything. A bench's start-up is drawn as bars: one row a way, its
-phases one after the other, on one linear scale. A bar's width is its share of the longest row of its chart; nothing is
-widened to be seen, the number beside it says what is too short.
+Must not import torch. Untrusted text (model names, error messages) is escaped, and each page's Content-Security-Policy
+forbids it to load or run anything. A bench's start-up is drawn as bars on one linear scale: a row for each way, its
+phases side by side. A bar's width is its share of the longest row; short bars are not widened, the number beside them
+gives the value.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ caption { text-align: left; color: var(--soft); padding-bottom: .4rem; }
 
 _METHOD = (
     (
-        "Each start is a fresh process. The ways are started in turn, round by round, in an order that is drawn anew "
-        "for each round; first starts are left out where warm caches are meant."
+        "Each start is a fresh process. In each round, every way starts once, in a new random order. Where warm caches "
+        "are measured, the first starts are not counted."
     ),
     (
-        "Import: from the start of the process until torch and what builds the model are imported. Build: the model's "
-        "own modules and its factory. Ready: from the built model to its first output, which for cgtool counts its own "
-        "import, the look-up, digests, guards and opening what was compiled."
+        "Import: from process start until torch and cgtool's model builder are imported. Build: importing the model's "
+        "modules and running its factory. Ready: from the built model to its first output; for cgtool this includes "
+        "importing it, the lookup, digests, guards and opening the artifacts."
     ),
-    "A step is a call after warm-up, in inference mode, synchronised; the median of many in each start.",
+    "A step is a synchronised call after warm-up in inference mode; each start contributes the median of many steps.",
     (
         "Figures are medians over starts, with quartiles. A ratio is the median of the ratios within each round; its "
-        f"bound is the 95 % percentile bootstrap over rounds, given from {FEWEST_PAIRS} rounds on."
+        f"bound is a 95 % percentile bootstrap over rounds, shown from {FEWEST_PAIRS} rounds."
     ),
     (
-        "All ways have the same weights and inputs, and outputs are compared with eager's; in brackets stands the "
-        "greatest difference, relative to a tensor's greatest value."
+        "All ways have the same weights and inputs, and their outputs are compared with those of eager. The number in "
+        "parentheses is the greatest difference, relative to the greatest value of the tensor."
     ),
     (
-        "Memory is the greatest resident size of the process. Prepared in: from the start of the process that filled "
-        "the caches until they were filled."
+        "Memory is the peak resident set size of the process. Prepared in: from the start of the process that fills "
+        "the caches until they are filled."
     ),
 )
 
 
 def document(title: str, style: str, body: str) -> str:
-    """Return a page."""
+    """Return an HTML page."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -93,7 +93,7 @@ def document(title: str, style: str, body: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a page or a picture that the user asked for."""
+    """Write a page or a picture; an OSError becomes a usage error."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -101,9 +101,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def bench_page(report: BenchReport) -> str:
-    """Return the page of a bench."""
-    phases = list(tables.PHASE_WORDS)
-    legend = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in tables.PHASE_WORDS.values())
+    """Return the HTML report of a bench."""
+    phases = list(tables.PHASE_NAMES)
+    legend = "".join(f'<li><span class="{word}"></span>{word}</li>' for word in tables.PHASE_NAMES.values())
     failures = "".join(f'<p class="bad">{escape(line)}</p>' for line in tables.failure_lines(report))
     body = f"""<header>
 <h1>Ways to start <code>{escape(report.model)}</code></h1>
@@ -111,10 +111,10 @@ def bench_page(report: BenchReport) -> str:
 </header>
 <main>
 {failures}
-<h2>From the process's start to the first output</h2>
+<h2>From process start to first output</h2>
 <ul class="legend">{legend}</ul>
 {chart([*_bars(report, phases)], title="Start-up by phase, medians", name="phases")}
-<h2>From the built model to the first output</h2>
+<h2>From built model to first output</h2>
 {chart([*_bars(report, phases[2:])], title="Ready, medians", name="ready")}
 <h2>Figures</h2>
 {_table("Starts", tables.start_table(report))}
@@ -135,7 +135,7 @@ def _table(caption: str, table: Sequence[Sequence[str]]) -> str:
         f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{_cell(cell)}</td>" for cell in cells) + "</tr>"
         for name, *cells in table[1:]
     )
-    # What scrolls must be reachable from the keyboard.
+    # tabindex: a scrollable region must be reachable from the keyboard.
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
         f"<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
@@ -152,7 +152,7 @@ def _list(heading: str, items: Sequence[str]) -> str:
 
 
 class Bar(NamedTuple):
-    """One row of a chart: seconds by phase, in order; or, where there are none, a remark in place of the bar."""
+    """One row of a chart: seconds by phase, in order; if there are none, a remark instead of the bar."""
 
     label: str
     parts: Mapping[str, float]
@@ -168,26 +168,26 @@ def _bars(report: BenchReport, phases: Sequence[str]) -> Iterator[Bar]:
 
 
 def chart(bars: Sequence[Bar], *, title: str, name: str) -> str:
-    """Return the chart as an element with the identifier `name`; its rows are also spoken, for who cannot see it."""
+    """Return the chart as an element with the id `name` and an aria-label that lists its values."""
     longest = max((sum(bar.parts.values()) for bar in bars), default=0.0) or 1.0
-    spoken = ". ".join(f"{bar.label}: {', '.join(_spoken(bar).values()) or bar.remark}" for bar in bars)
+    values = ". ".join(f"{bar.label}: {', '.join(_phase_texts(bar).values()) or bar.remark}" for bar in bars)
     rows = "\n".join(_row(bar, longest) for bar in bars)
-    label = escape(f"{title}. {spoken}")
+    label = escape(f"{title}. {values}")
     return f'<figure id="{name}" class="chart" role="img" aria-label="{label}">\n{rows}\n</figure>'
 
 
 def _row(bar: Bar, longest: float) -> str:
     parts = "".join(
-        f'<i class="{tables.PHASE_WORDS[phase]}" style="width:{bar.parts[phase] / longest:.5%}" '
-        f'title="{escape(bar.label)}: {said}"></i>'
-        for phase, said in _spoken(bar).items()
+        f'<i class="{tables.PHASE_NAMES[phase]}" style="width:{bar.parts[phase] / longest:.5%}" '
+        f'title="{escape(bar.label)}: {text}"></i>'
+        for phase, text in _phase_texts(bar).items()
     )
-    total = tables.secs_words(sum(bar.parts.values())) if bar.parts else bar.remark
+    total = tables.duration_text(sum(bar.parts.values())) if bar.parts else bar.remark
     value = f'<span class="value">{escape(total)}</span>'
     return (
         f'<div class="row"><span class="label">{escape(bar.label)}</span><div class="bars">{parts}{value}</div></div>'
     )
 
 
-def _spoken(bar: Bar) -> dict[str, str]:
-    return {phase: f"{tables.PHASE_WORDS[phase]} {tables.secs_words(secs)}" for phase, secs in bar.parts.items()}
+def _phase_texts(bar: Bar) -> dict[str, str]:
+    return {phase: f"{tables.PHASE_NAMES[phase]} {tables.duration_text(secs)}" for phase, secs in bar.parts.items()}

@@ -1,6 +1,6 @@
-"""What shows while a command works: a live line on a terminal, plain lines in a pipe, nothing when quiet.
+"""Progress on stderr: a live line on a terminal, plain lines in a pipe, nothing with --quiet.
 
-Must not import torch. Reads `cgtool.events.Event` records and writes to stderr only.
+Must not import torch. Consumes `cgtool.events.Event` records.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 PHASE_WIDTH = max(len(phase) for phase in ("model", "trace", "split", "compile", "store", "hit", "note"))
 
-#: Phases whose events tell of something that is over, whether or not they say how long it took.
+#: Phases whose events report completed work even without a duration.
 FINISHED_AT_ONCE = frozenset({"split", "hit", "note"})
 
 
 @contextlib.contextmanager
 def reporting(output: Output) -> Iterator[OnEvent]:
-    """Give a function that shows events as fits the place where stderr ends.
+    """Yield a function that shows events on stderr.
 
-    While the block runs, whatever is printed to stdout goes to stderr.
+    Inside the block, anything that is printed to stdout goes to stderr.
     """
-    with output.talking():
+    with output.stdout_to_stderr():
         if output.quiet:
-            yield lambda event: None  # noqa: ARG005 - the signature is OnEvent's
+            yield lambda event: None  # noqa: ARG005 - OnEvent's signature
         elif output.stderr.is_terminal and not output.stderr.is_dumb_terminal:
             with _LiveProgress(output.stderr) as live:
                 yield live.take
@@ -44,22 +44,22 @@ def reporting(output: Output) -> Iterator[OnEvent]:
 
 
 def is_finished(event: Event) -> bool:
-    """Return whether an event tells of something that is over: a pipe and a terminal's history hold nothing else."""
+    """Return whether an event reports completed work. A pipe and a terminal's history show no other events."""
     return event.secs is not None or event.phase in FINISHED_AT_ONCE
 
 
 def line_of(event: Event) -> str:
-    """Return an event as one plain line: "compile 3/9: piece 2, general shape (4.1 s)"."""
+    """Format an event as one plain line: "compile 3/9: piece 2, general shape (4.1 s)"."""
     count = "" if event.total is None else f" {event.done or 0}/{event.total}"
     took = "" if event.secs is None else f" ({secs_text(event.secs)})"
     return f"{event.phase}{count}: {plain(event.message)}{took}"
 
 
 class _LiveProgress:
-    """Finished things scroll up one line each; what runs now is the last line, with a bar where things are counted."""
+    """One line for each completed event, and a live last line for current work, with a bar if it is counted."""
 
     def __init__(self, console: Console) -> None:
-        # What a pipe does without.
+        # Imported here because output to a pipe does not need it.
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.table import Column
 
@@ -106,11 +106,11 @@ class _LiveProgress:
 
 
 def _finished_line(event: Event) -> Text:
-    words = Text("! " if event.phase == "note" else "✓ ", style="yellow" if event.phase == "note" else "green")
-    words.append(f"{event.phase:{PHASE_WIDTH}} ", style="bold default")
+    line = Text("! " if event.phase == "note" else "✓ ", style="yellow" if event.phase == "note" else "green")
+    line.append(f"{event.phase:{PHASE_WIDTH}} ", style="bold default")
     if event.phase != "note":
-        words.append(f"{'' if event.secs is None else secs_text(event.secs):>8}  ", style="cyan")
+        line.append(f"{'' if event.secs is None else secs_text(event.secs):>8}  ", style="cyan")
     if event.total is not None:
-        words.append(f"{event.done or 0}/{event.total}  ", style="dim default")
-    words.append(plain(event.message), style="default")
-    return words
+        line.append(f"{event.done or 0}/{event.total}  ", style="dim default")
+    line.append(plain(event.message), style="default")
+    return line

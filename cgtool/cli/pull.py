@@ -1,6 +1,6 @@
-"""`cgtool pull`: parse whom to trust, fetch what is wanted, print what came of it.
+"""`cgtool pull`: fetch entries of a remote store into the cache.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the toolkit is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import click
 
 from cgtool.cli import failures
 from cgtool.cli.import_ import show_entries
-from cgtool.cli.options import cache_dir_option, cache_folder, talk_options, trust_options
+from cgtool.cli.options import cache_dir_option, cache_root, output_options, trust_options
 from cgtool.cli.text import count_text, secs_text
 
 if TYPE_CHECKING:
@@ -31,33 +31,33 @@ Examples:
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
 @trust_options
 @cache_dir_option
-@talk_options
+@output_options
 def pull(*, output: Output, url: str, hashes: tuple[str, ...], **options: Any) -> int:
-    """Take entries of the store at URL into the cache.
+    """Pull entries of the store at URL into the cache.
 
-    URL is as `cgtool push` takes it; plain https:// without WebDAV will do. HASH is the beginning of a hash that
-    `cgtool inspect cache URL` lists; without any, all entries are taken that this machine can load. What the cache has
-    already is not fetched again.
+    URL is any that `cgtool push` accepts, or an https:// server without WebDAV. HASH is a prefix of a hash that `cgtool
+    inspect cache URL` lists. Without HASH, all entries that this machine can load are pulled. Files that the cache
+    already has are not fetched again.
 
-    What a store holds is native code. So it needs a signature of a key that you trust, or --trust. All of an entry is
-    checked before anything of it is placed, as `cgtool import` checks a bundle; a refusal exits with 3.
+    Entries contain native code, so they need a signature by a key that you trust, or --trust. An entry is checked
+    completely before any of it enters the cache, as `cgtool import` checks a bundle. Exit code 3: an entry was refused.
     """
-    # Rich and the command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.remote import pull as run
 
-    asked = {name: options[name] for name in ("trust", "require_signature", "any_machine")}
-    folder = cache_folder(options["cache_dir"])
+    policy = {name: options[name] for name in ("trust", "require_signature", "any_machine")}
+    folder = cache_root(options["cache_dir"])
     with reporting(output) as on_event:
-        report = run(url, hashes, cache_dir=folder, **asked, replacing=options["replace"], on_event=on_event)
+        report = run(url, hashes, cache_dir=folder, **policy, replacing=options["replace"], on_event=on_event)
     output.report(report, _show)
     return failures.DONE
 
 
 def _show(output: Output, report: PullReport) -> None:
-    """Print what became of each entry."""
+    """Print the outcome of each entry."""
     output.notes("Warning", report.warnings)
-    output.notes("Left out", report.skipped)
+    output.notes("Skipped", report.skipped)
     show_entries(output, report.entries)
     count = count_text(len(report.entries), "entry", "entries")
     output.line(f"Pulled {count} from {report.url} into {report.root} in {secs_text(report.secs)}")

@@ -1,6 +1,6 @@
-"""`cgtool push`: parse what is wanted, send it, print what was sent.
+"""`cgtool push`: send entries of the cache to a remote store.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the toolkit is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import click
 from cgtool.cli import failures
 from cgtool.cli.options import (
     cache_dir_option,
-    cache_folder,
-    entries_chosen,
+    cache_root,
     entries_options,
+    output_options,
+    selected_entries,
     sign_option,
-    talk_options,
 )
 from cgtool.cli.text import count_text, secs_text, size_text
 
@@ -36,25 +36,25 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.argument("url", metavar="URL")
 @entries_options
-@click.option("--no-debug", is_flag=True, help="Without computation_graph.py and transformed_code.py.")
 @sign_option
 @cache_dir_option
-@talk_options
+@output_options
 def push(*, output: Output, url: str, **options: Any) -> int:
-    """Send entries of the cache to the store at URL.
+    """Push entries of the cache to the store at URL.
 
-    URL is s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER, https://HOST/FOLDER of a server with
-    WebDAV, oci://HOST/REPOSITORY:TAG, or file:///FOLDER. Credentials are those that the cloud's own tools use. HASH is
-    the beginning of a hash that `inspect cache` lists; without any, all entries are sent if they are of one model.
+    URL is s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER, https://HOST/FOLDER (a WebDAV server),
+    oci://HOST/REPOSITORY:TAG or file:///FOLDER. Credentials are found as the cloud's own tools find them.
 
-    What is there already is not sent again. An entry is seen once all of it is there.
+    HASH is a prefix of a hash that `cgtool inspect cache` lists. Without HASH, --all or --filter, all entries are
+    pushed, provided that they belong to one model. Files that the store already has are not sent again. An entry
+    becomes visible only once it is complete.
     """
-    # Rich and the command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.remote import push as run
 
-    choice = entries_chosen(options)
-    folder = cache_folder(options["cache_dir"])
+    choice = selected_entries(options)
+    folder = cache_root(options["cache_dir"])
     with reporting(output) as on_event:
         report = run(url, choice=choice, cache_dir=folder, sign=options["sign"], on_event=on_event)
     output.report(report, _show)
@@ -63,7 +63,7 @@ def push(*, output: Output, url: str, **options: Any) -> int:
 
 def _show(output: Output, report: PushReport) -> None:
     """Print what was sent of each entry."""
-    # Rich and msgspec: what `--help` does without.
+    # Imported here because `--help` needs neither rich nor msgspec.
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 

@@ -1,6 +1,6 @@
-"""`cgtool verify`: parse what is to be checked, show the work, print what was found.
+"""`cgtool verify`: check that cached files are intact and load on this machine.
 
-Must not import torch; the command itself, and what draws its tables, load as it runs.
+Must not import torch; the toolkit and the tables are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cgtool.cli import failures
-from cgtool.cli.options import build_options, cache_dir_option, cache_folder, cache_options, place_options, talk_options
+from cgtool.cli.options import build_options, cache_dir_option, cache_options, cache_root, output_options, place_options
 from cgtool.cli.text import count_text, cut, first, secs_text, size_text
 from cgtool.store.layout import short
 
@@ -37,61 +37,65 @@ Examples:
   cgtool verify --json | jq '.entries[].verdict'
 """
 
-#: What is said of one entry, and of several, and in which colour.
+#: The text for one entry and for several, and its colour.
 _VERDICTS = {
-    "loads": ("loads, and compiling again is advised", "load, and compiling again is advised", "yellow"),
-    "unsupported": ("is unsupported here", "are unsupported here", "red"),
+    "loads": ("loads, but recompiling is advised", "load, but recompiling is advised", "yellow"),
+    "unsupported": ("is unsupported on this machine", "are unsupported on this machine", "red"),
 }
-#: A stranger may write a line of any length, and a damaged disk has no end of problems.
+#: Limits of the output: an untrusted cache may hold lines of any length, and a damaged disk has many problems.
 _LINE_CHARACTERS = 1000
 _MOST_NAMED = 8
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("targets", nargs=-1, metavar="[HASH...|PATH|URL]")
-@click.option("--strict", is_flag=True, help="Fail where any entry is not optimal here.")
+@click.option("--strict", is_flag=True, help="Fail if any entry is not optimal on this machine.")
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many ranks each entry must have. Default: from 0 to the greatest that it has.",
+    help="Require N ranks of each entry. Default: ranks 0 to the highest that it has.",
 )
-@click.option("--repair", is_flag=True, help="Mend what is damaged; compile again what nothing else has.")
-@click.option("--load", is_flag=True, help="Open every artifact in a fresh process in which nothing can be compiled.")
-@click.option("--model", metavar="MODEL", help="With --load: also load this model, as warm takes it, and call it once.")
+@click.option("--repair", is_flag=True, help="Repair damaged files; recompile those that have no intact copy.")
+@click.option("--load", is_flag=True, help="Open every artifact in a fresh process that cannot compile.")
+@click.option(
+    "--model", metavar="MODEL", help="With --load, also load this model and call it once. MODEL is as for cgtool warm."
+)
 @build_options
 @cache_options
 @place_options
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Read N files at a time. Default: the cores.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Read N files in parallel. Default: one for each core."
+)
 @cache_dir_option
-@talk_options
+@output_options
 def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
-    """Read every file of the cache, match it to its digest, and judge whether this machine loads it.
+    """Check every file of the cache against its digest, and whether this machine can load each entry.
 
-    HASH is the beginning of a hash that `inspect cache` lists; PATH is a cache, one entry of it (its folder, or
-    PATH:HASH), or a bundle, which is looked at before it is imported; URL is a store, as `cgtool push` takes it, and
-    URL:HASH one entry there. Without any of them, all of the cache is checked. Without --load and --repair nothing is
-    executed and nothing is changed.
+    HASH is a prefix of a hash that `cgtool inspect cache` lists. PATH is a cache, one entry (its directory, or
+    PATH:HASH), or a bundle to check before importing it. URL is a store, as for `cgtool push`; URL:HASH is one entry of
+    it. The default is the whole cache. Without --load and --repair, nothing is executed or changed.
 
-    Each entry is optimal, or loads though compiling it again is advised, or is unsupported here. Exit code 3: a file is
-    damaged, something is missing, or load refuses an entry for who may write to it or for want of a signature. A
-    verdict alone gives 3 where HASH, an entry's folder or a bundle was named and is unsupported, where a cache holds no
-    entry that is supported, and with --strict: entries for other machines are no failure of a cache.
+    The verdict on an entry is one of: optimal; loads, but recompiling is advised; unsupported on this machine.
+
+    Exit code 3: a file is damaged or missing, or loading would refuse an entry because of its permissions or a missing
+    signature. A verdict alone gives 3 if a named HASH, entry or bundle is unsupported, if a cache has no supported
+    entry, or with --strict; otherwise entries for other machines are not a failure.
     """
-    # Rich and the command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.verify.run import verify as run
 
-    asked = {name: options[name] for name in ("strict", "world_size", "jobs", "load", "repair", "rank")}
-    asked |= {"model": _model(options), "names_cache": options["cache_dir"] is not None}
+    settings = {name: options[name] for name in ("strict", "world_size", "jobs", "load", "repair", "rank")}
+    settings |= {"model": _model(options), "names_cache": options["cache_dir"] is not None}
     with reporting(output) as on_event:
-        report = run(targets, cache_dir=cache_folder(options["cache_dir"]), **asked, on_event=on_event)
+        report = run(targets, cache_dir=cache_root(options["cache_dir"]), **settings, on_event=on_event)
     output.report(report, _show)
-    return failures.DONE if report.ok else failures.CHECK_SAID_NO
+    return failures.DONE if report.ok else failures.CHECK_FAILED
 
 
 def _model(options: dict[str, Any]) -> ModelChoice | None:
-    from cgtool.toolkit.model_choice import ModelChoice  # kept out of `--help`
+    from cgtool.toolkit.model_choice import ModelChoice  # lazy: `--help` does not need it
 
     names = ("factory_args", "device", "dtype", "pythonpath", "prefix")
     if options["model"] is None:
@@ -101,15 +105,15 @@ def _model(options: dict[str, Any]) -> ModelChoice | None:
             if options[name] not in (None, {}, ())
         ]
         if given:
-            raise click.UsageError(f"{given[0]} speaks of a model, and none is named. Name it with --model.")
+            raise click.UsageError(f"{given[0]} needs a model. Name it with --model.")
         return None
     if not options["load"]:
-        raise click.UsageError("--model says what --load loads and calls. Give --load too.")
+        raise click.UsageError("--model needs --load. Give --load too.")
     return ModelChoice(model=options["model"], **{name: options[name] for name in names})
 
 
 def _show(output: Output, report: VerifyReport) -> None:
-    """Print a table of the entries, then what is wrong with each, and one line that sums up."""
+    """Print a table of the entries, the problems of each, and a summary."""
     from cgtool.cli.columns import show_rows
 
     units = report.units
@@ -124,7 +128,7 @@ def _show(output: Output, report: VerifyReport) -> None:
         _show_problems(output, hash_, entry.problems)
         missing = list(_missing(entry))
         if missing:
-            output.line(f"{hash_} is incomplete; warm the model again to add what is missing:", style="red")
+            output.line(f"{hash_} is incomplete; warm the model again to add the missing parts:", style="red")
             _show_lines(output, missing)
     _show_repairs(output, () if units is None else units.repairs)
     notes = [note for entry in report.entries for note in entry.notes]
@@ -146,7 +150,7 @@ def _cells(entry: EntryReport) -> tuple[object, ...]:
 
 
 def _show_verdicts(output: Output, entries: Sequence[EntryReport]) -> None:
-    """Print each verdict once, with all entries that have it: thousands may come from one machine."""
+    """Print each verdict once with all its entries: thousands may come from the same machine."""
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for entry in entries:
         if entry.verdict.reasons and not entry.is_unfinished:
@@ -161,15 +165,15 @@ def _show_verdicts(output: Output, entries: Sequence[EntryReport]) -> None:
 
 
 def _missing(entry: EntryReport) -> Iterator[str]:
-    from cgtool.plan.shapes import shape_text  # with msgspec, which `--help` does without
+    from cgtool.plan.shapes import shape_text  # imports msgspec, which `--help` does not need
 
     for hole in entry.holes:
         where = f"piece {hole.piece_index} of variant {hole.variant}, rank {hole.rank} {hole.prefix}"
-        yield f"{where}, has nothing for the shape {shape_text(hole.shape)}"
+        yield f"{where}, has no artifact for the shape {shape_text(hole.shape)}"
     for prefix, rank in entry.missing_ranks:
         yield f"rank {rank} of {prefix} is missing"
     if entry.unknown_pieces:
-        yield f"{count_text(entry.unknown_pieces, 'compiled piece')} missing that only the plan could name"
+        yield f"{count_text(entry.unknown_pieces, 'compiled piece')} missing that only the plan names"
 
 
 def _show_repairs(output: Output, repairs: Sequence[Repair]) -> None:
@@ -186,20 +190,21 @@ def _show_problems(output: Output, what: str, problems: Sequence[Finding]) -> No
 
 def _show_load(output: Output, proof: LoadProof) -> None:
     for opened in proof.entries:
-        words = f"{short(opened.hash)} rank {opened.rank} {opened.prefix}: {count_text(opened.opened, 'artifact')}"
-        output.line(f"{words} opened where nothing can be compiled", style="red" if opened.problems else "green")
+        count = f"{short(opened.hash)} rank {opened.rank} {opened.prefix}: {count_text(opened.opened, 'artifact')}"
+        output.line(f"{count} opened in a process that cannot compile", style="red" if opened.problems else "green")
         _show_lines(output, [f"{one.path[:10]} {one.sentence}".strip() for one in opened.problems])
     model = proof.model
     if model is None:
-        words = "artifacts were opened and not run. Name a model with --model to load and call it."
-        output.note(f"Note: {words}", style="dim")
+        output.note(
+            "Note: artifacts were opened but not run. Name a model with --model to load and call it.", style="dim"
+        )
     elif model.called:
         name = "the entry" if model.hash is None else short(model.hash)
-        output.line(f"{name}: the model was loaded and called once where nothing can be compiled", style="green")
+        output.line(f"{name}: the model was loaded and called once in a process that cannot compile", style="green")
     else:
         output.line(f"The model was not called: {cut(model.sentence, _LINE_CHARACTERS)}", style="red")
     if proof.compiled:
-        output.line("It tried to compile:", style="red")
+        output.line("Loading tried to compile:", style="red")
         _show_lines(output, proof.compiled)
 
 
@@ -215,8 +220,8 @@ def _summary(report: VerifyReport) -> str:
         units = len(report.units.problems) if report.units is not None else 0
         parts = [f"{count_text(bad, 'entry', 'entries')} of {len(report.entries)}"] * bool(bad)
         parts += [count_text(units, "file of units", "files of units")] * bool(units)
-        parts += ["the load"] * bool(report.load is not None and not report.load.ok)
-        return f"Not verified: {' and '.join(parts)} (read {read})"
+        parts += ["loading"] * bool(report.load is not None and not report.load.ok)
+        return f"Verification failed: {' and '.join(parts)} (read {read})"
     others = sum(entry.verdict.level == "unsupported" and not entry.is_unfinished for entry in report.entries)
-    more = f"; {others} of them {'is' if others == 1 else 'are'} for other machines" if others else ""
+    more = f"; {others} of them for other machines" if others else ""
     return f"Verified {count_text(len(report.entries), 'entry', 'entries')} in {report.root} ({read}){more}"

@@ -1,6 +1,6 @@
-"""`cgtool warm`: parse what the user asked, show the work, print what came of it.
+"""`cgtool warm`: compile a model into the cache.
 
-Must not import torch; the command itself loads as it runs.
+Must not import torch; the toolkit is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from cgtool.cli import failures, logs
 from cgtool.cli.options import (
     ADAPTOR_FIELDS,
     REMOTE_FIELDS,
-    model_asked,
+    model_and_config,
+    output_options,
+    parse_required,
     place_options,
-    read_required,
     remote_options,
-    talk_options,
     warming_options,
 )
 from cgtool.cli.text import count_text, first, indices_text, secs_text, size_text
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cgtool.cli.output import Output
     from cgtool.toolkit.warm import WarmReport
 
-#: How many reasons people are shown; programs get all.
+#: Reasons shown to people; `--json` has all of them.
 _MOST_REASONS = 8
 
 EXAMPLES = """\b
@@ -50,75 +50,80 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @warming_options
 @click.option(
-    "--jobs", metavar="N", help="Compile N pieces at a time, each in a process; 0: in this one. Default: the cores."
+    "--jobs",
+    metavar="N",
+    help="Compile N pieces in parallel, each in a worker process; 0 compiles in this process. Default: one for each "
+    "core, as memory allows.",
 )
 @click.option(
     "--executor",
     metavar="URL",
-    help="Compile on a cluster: dask://HOST:PORT, ray://HOST:PORT, slurm:NAME=VALUE,..., mpi, or one of your own.",
+    help="Compile on a cluster: dask://HOST:PORT, ray://HOST:PORT, slurm:NAME=VALUE,..., mpi, or a plug-in's URL.",
 )
 @click.option(
-    "--compile-timeout", metavar="SECONDS", help="End a worker that takes longer for one piece. Default: no limit."
+    "--compile-timeout", metavar="SECS", help="Kill a worker that takes longer for one piece. Default: no limit."
 )
 @click.option(
     "--no-proof",
     is_flag=True,
-    help="Publish without running artifacts and the whole call once and comparing their results.",
+    help="Do not run each artifact and the whole call once and compare the results before publishing.",
 )
 @click.option(
     "--dump",
     "debug_dump_path",
     metavar="DIR",
-    help="Write the model's graph, program and generated code into this folder, for people; on a hit, too.",
+    help="Write the model's graph, stitched program and generated code to this directory for reading, even on a hit.",
 )
 @click.option(
     "--require",
     multiple=True,
-    callback=read_required,
+    callback=parse_required,
     metavar="DIM=LOW-HIGH",
-    help="Trace further variants until all of these sizes of a dynamic dimension are served. Repeatable.",
+    help="Trace further variants until all these sizes of a dynamic dimension are covered. Repeatable.",
 )
 @place_options
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Warm all N ranks of a model-parallel MODEL from here, each under a process group that exchanges nothing.",
+    help="Warm all N ranks of a model-parallel MODEL with this command, each under a process group that exchanges "
+    "nothing.",
 )
 @remote_options
-@click.option("--check", is_flag=True, help="Only say whether the cache serves the model: exit code 3 where not.")
-@click.option("--no-cache", is_flag=True, help="Switch the cache off; warm has nothing to do then and says so.")
-@talk_options
+@click.option("--check", is_flag=True, help="Compile nothing; exit with 3 if MODEL is not warm.")
+@click.option("--no-cache", is_flag=True, help="Disable the cache, which leaves nothing to do; a note says so.")
+@output_options
 def warm(*, output: Output, **options: Any) -> int:
-    """Compile MODEL into the cache before it is served.
+    """Compile MODEL into the cache ahead of serving.
 
-    MODEL is path/to/file.py:factory, package.module:factory, or hf:PATH, where PATH is a folder or a config.json of
-    transformers. This runs MODEL's code: warm only what you would run. A factory returns a cgtool.ModelSpec or
-    (module, args).
+    MODEL is path/to/file.py:factory, package.module:factory, or hf:PATH, where PATH is a config.json of transformers or
+    a directory with one. A factory returns a cgtool.ModelSpec or (module, args). This runs MODEL's code: warm only
+    models that you would run.
 
-    Nothing is compiled that the cache already holds. Settings come from, in rising order: defaults, [tool.cgtool] in
-    pyproject.toml or cgtool.toml, CGTOOL_* variables, --compilation-config, single flags.
+    Artifacts that the cache already has are not compiled again.
+
+    Settings are read, in increasing order of precedence, from: defaults, [tool.cgtool] in pyproject.toml or
+    cgtool.toml, CGTOOL_* variables, --compilation-config, individual options.
     """
-    # Rich, tomllib and the command itself: what `--help` does without.
+    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.ranks import warm_all, warm_with_others
     from cgtool.toolkit.warm import warm as run
 
     if options["world_size"] and options["rank"] is not None:
-        raise click.UsageError("--world-size warms every rank, and --rank names one. Give one of the two.")
+        raise click.UsageError("--world-size warms every rank and --rank only one. Give one of them.")
     together = launched() and options["rank"] is None and not options["world_size"]
-    follows = together and environment().rank > 0  # rank 0 speaks for all
+    follows = together and environment().rank > 0  # rank 0 reports for all ranks
     output.quiet = output.quiet or follows
     disable_cache, proof = options["no_cache"] or None, False if options["no_proof"] else None
-    choice, config = model_asked(
+    choice, config = model_and_config(
         options,
         (*ADAPTOR_FIELDS, *REMOTE_FIELDS, "jobs", "executor", "compile_timeout", "debug_dump_path"),
         disable_cache=disable_cache,
         proof=proof,
     )
     with reporting(output) as on_event:
-        told = logs.hushing(output, on_event)
-        common = {"config": config, "check": options["check"], "on_event": told}
+        common = {"config": config, "check": options["check"], "on_event": logs.silencing_torch(output, on_event)}
         if options["world_size"]:
             report = warm_all(choice, options["world_size"], **common)
         elif together:
@@ -127,7 +132,7 @@ def warm(*, output: Output, **options: Any) -> int:
             report = run(choice, rank=options["rank"], **common)
     if output.as_json or not follows:
         output.report(report, partial(_show_check if options["check"] else _show_warm, model=choice.model))
-    return failures.CHECK_SAID_NO if options["check"] and not report.is_warm else failures.DONE
+    return failures.CHECK_FAILED if options["check"] and not report.is_warm else failures.DONE
 
 
 def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
@@ -170,9 +175,9 @@ def _show_warm(output: Output, report: WarmReport, *, model: str) -> None:
     for rank in report.ranks[1:]:
         output.line(f"Rank {rank.rank}: {rank.compiled} compiled, {rank.reused} reused.")
         output.notes(f"Note, rank {rank.rank}", [note for note in rank.notes if note not in report.notes])
-    output.line("Start from it in Python:", style="bold")
+    output.line("Load it in Python:", style="bold")
     output.line(f"  import cgtool; model = {report.load_call}", whole=True)
-    output.line("Try it from this folder:", style="bold")
+    output.line("Try it from this directory:", style="bold")
     output.line(f"  {report.start}", whole=True)
 
 
@@ -180,11 +185,11 @@ def _show_check(output: Output, report: WarmReport, *, model: str) -> None:
     output.notes("Note", report.notes)
     if report.hit and not report.is_warm:
         cold = ", ".join(str(rank.rank) for rank in report.ranks if not rank.hit)
-        output.line(f"{model} is not warm for rank {cold}. Run the command without --check.")
+        output.line(f"{model} is not warm for rank {cold}. Run the same command without --check to warm it.")
         return
     if report.hit:
-        output.line(f"{model} is warm: the cache at {report.root} serves it.")
+        output.line(f"{model} is warm: the cache at {report.root} has a matching entry.")
         return
-    output.line(f"{model} is not warm. Run the same command without --check to make it so. Reasons:")
-    for reason in first(report.reasons or ("The cache does not hold it.",), _MOST_REASONS):
+    output.line(f"{model} is not warm. Run the same command without --check to warm it. Reasons:")
+    for reason in first(report.reasons or ("The cache has no entry for it.",), _MOST_REASONS):
         output.line(f"  - {reason}")

@@ -1,4 +1,4 @@
-"""From what a user writes for `MODEL` to a `ModelSpec`: importing a factory, `hf:` models, fake tensors."""
+"""Resolve `MODEL`, as the user writes it, to a `ModelSpec`: factories, `hf:` models, fake tensors."""
 
 from cgtool.models.resolve import resolve_model
 

@@ -1,7 +1,7 @@
-"""The private torch names that building a model under fake tensors needs; nothing else of cgtool.models touches any.
+"""The private torch names that building a model under fake tensors needs; no other module of cgtool.models uses any.
 
-Read in torch 2.13.0; supported from 2.11. `torch._subclasses` is loaded by `import torch` itself. From 2.14 some fake
-tensors are made in C++, so that `isinstance` with FakeTensor no longer tells: `is_fake` asks torch.
+Read in torch 2.13.0; supported from 2.11. `import torch` itself imports `torch._subclasses`. Since 2.14, some fake
+tensors are created in C++ and `isinstance` with FakeTensor is no longer reliable, so `is_fake` asks torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 _TORCH: Final = str(Path(torch.__file__).parent) + os.sep
-#: What fake tensors raise when something asks for values that they do not have.
-_BLAMES: Final[tuple[type[BaseException], ...]] = (
+#: Errors that torch raises if code reads the values of fake tensors.
+_FAKE_TENSOR_ERRORS: Final[tuple[type[BaseException], ...]] = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.MetadataMismatchError,
@@ -43,8 +43,8 @@ _BLAMES: Final[tuple[type[BaseException], ...]] = (
     fake_tensor.UnsupportedOperatorException,
 )
 
-#: The same where torch raises a plain RuntimeError or AssertionError.
-_BLAMING_TEXTS: Final[tuple[str, ...]] = (
+#: Messages of a RuntimeError or AssertionError with the same cause.
+_FAKE_TENSOR_MESSAGES: Final[tuple[str, ...]] = (
     "is not supported for tensor subclasses",
     "convert all Tensors to FakeTensors",
     "Cannot access data pointer",
@@ -56,28 +56,28 @@ _BLAMING_TEXTS: Final[tuple[str, ...]] = (
 
 
 def refer_to_weights(module: nn.Module) -> None:
-    """Let an RNN's weak references be to the weights that it has now, whose replacement it would see at a call."""
+    """Update an RNN's weak references to its current weights: it compares them when it is called."""
     if isinstance(module, nn.RNNBase):
         weights = (getattr(module, name, None) for name in module._flat_weights_names)
         module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """Return a mode that takes real tensors along: a factory may use constants made when its module was imported."""
+    """Return a mode that accepts real tensors: a factory may use constants created when its module was imported."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
 def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
-    """Enter a mode in which modules can be built as ever: `module.to(torch.bfloat16)` converts fake parameters, too.
+    """Enter a fake mode in which modules can be built as usual, including `module.to(torch.bfloat16)`.
 
-    `nn.Module.to` swaps a fake parameter with its converted copy, which torch refuses for what has weak references; the
-    mode's own caches have some to what was filled in place, as initialisation does. The tensors of a device mesh are
-    numbers of ranks, and stay real.
+    `nn.Module.to` swaps a fake parameter with its converted copy. torch refuses to swap tensors that have weak
+    references, and the mode's own caches hold some to tensors that were filled in place, as initialisation does. The
+    tensors of a device mesh hold rank numbers and stay real.
     """
     dispatch = mode.dispatch
 
-    def dispatch_but_ranks(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch_except_for_meshes(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_called_by_a_mesh(sys._getframe(1)):
             return func(*args, **(kwargs or {}))
         return dispatch(func, types, args, kwargs)
@@ -95,7 +95,7 @@ def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
         torch._C._swap_tensor_impl(one, other)
 
     torch.utils.swap_tensors = swap_fakes
-    mode.dispatch = dispatch_but_ranks  # type: ignore[method-assign]  # of this mode alone, and taken back below
+    mode.dispatch = dispatch_except_for_meshes  # type: ignore[method-assign]  # only on this mode, restored below
     try:
         with mode:
             yield
@@ -105,7 +105,7 @@ def building_fakes(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _is_called_by_a_mesh(frame: FrameType | None) -> bool:
-    """Return whether torch's own code around a frame, up to the first that is not, is that of a device mesh."""
+    """Return whether the torch frames from here outwards, up to the first other frame, include a device mesh's."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_globals.get("__name__") == "torch.distributed.device_mesh":
             return True
@@ -114,12 +114,12 @@ def _is_called_by_a_mesh(frame: FrameType | None) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has no values."""
+    """Return whether a tensor is fake, that is, has no values."""
     return fake_tensor.is_fake(tensor)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor with the dtype, shape and strides of `tensor` on `device`; a real one keeps its device."""
+    """Return a fake tensor like `tensor`: on `device` if it is a meta tensor, otherwise on its own device."""
     if tensor.device.type != "meta":
         return mode.from_tensor(tensor, static_shapes=True)
     with mode:
@@ -127,6 +127,8 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
 
 
 def blames_fake_tensors(error: BaseException) -> bool:
-    """Tell whether `error`, or what it came from, is about values that a fake tensor does not have."""
-    chain = chain_of(error)
-    return any(isinstance(link, _BLAMES) or any(text in str(link) for text in _BLAMING_TEXTS) for link in chain)
+    """Return whether `error`, or an error in its chain, was raised because fake tensors have no values."""
+    return any(
+        isinstance(link, _FAKE_TENSOR_ERRORS) or any(text in str(link) for text in _FAKE_TENSOR_MESSAGES)
+        for link in chain_of(error)
+    )

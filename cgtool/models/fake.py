@@ -1,7 +1,7 @@
-"""Giving a module, and the arguments of its example calls, fake tensors in place of others.
+"""Replace the tensors of a module, and of the arguments of its example calls, with fake ones.
 
-What a factory builds under a fake mode is fake already, save for tensors that came from elsewhere: constants of an
-imported module, arrays of numpy, the meta tensors that `hf:` models are built with.
+A factory that runs under a fake mode creates fake tensors. Others come from elsewhere: constants of an imported module,
+numpy arrays, and the meta tensors that `hf:` models are built with.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from cgtool.models._torch import FakeTensorMode, fake_like, is_fake, refer_to_we
 
 
 def make_fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
-    """Replace every parameter, buffer and plain tensor attribute that is not fake; what is tied stays tied.
+    """Replace every parameter, buffer and tensor attribute that is not fake; tied tensors stay tied.
 
-    Meta tensors come to lie on `device`; real ones keep theirs.
+    Meta tensors are placed on `device`; real ones keep their device.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original is held, or its id could come again
+    fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the original too, so that its id is not reused
     for child in module.modules():
-        held = (
+        tensors = (
             *child.named_parameters(recurse=False, remove_duplicate=False),
             *child.named_buffers(recurse=False, remove_duplicate=False),
             *((name, value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)),
         )
-        for name, tensor in held:
+        for name, tensor in tensors:
             if not is_fake(tensor):
-                if id(tensor) not in made:
-                    made[id(tensor)] = tensor, _fake(tensor, mode, device)
-                setattr(child, name, made[id(tensor)][1])
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = tensor, _fake(tensor, mode, device)
+                setattr(child, name, fakes[id(tensor)][1])
         refer_to_weights(child)
 
 
 def fake_arguments(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Return `value` with fake tensors in its tuples, lists and dicts; everything else is what it was."""
+    """Return `value` with fake tensors in its tuples, lists and dicts; everything else is unchanged."""
     if isinstance(value, torch.Tensor):
         return value if is_fake(value) else fake_like(mode, value, device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -48,7 +48,7 @@ def fake_arguments(value: Any, mode: FakeTensorMode, device: torch.device) -> An
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor that stands for `tensor`; for a parameter, a parameter with its `requires_grad`."""
+    """Return a fake tensor like `tensor`; for a parameter, a parameter with the same `requires_grad`."""
     if not isinstance(tensor, nn.Parameter):
         return fake_like(mode, tensor, device)
     with mode:

@@ -1,15 +1,15 @@
-"""From the text of `MODEL` to a `ModelSpec`.
+"""Resolve the text of `MODEL` to a `ModelSpec`.
 
 Grammar::
 
     MODEL = path ".py:" factory | module ":" factory | "hf:" path
 
-    path      a file; for hf: a folder with a config.json, or such a file
+    path      a file; after hf:, a config.json or a folder with one
     module    dotted, as in an import statement
     factory   a function of the module (dots allowed) that returns a ModelSpec or (module, args)
 
-Owns the context in which a factory runs: fake tensors, default device, default dtype. The user's modules are imported
-outside of it, so that no tensor that outlives the factory becomes fake.
+This module owns the context in which a factory runs: fake tensors, default device, default dtype. The user's modules
+are imported outside of it, so that tensors that outlive the factory stay real.
 """
 
 from __future__ import annotations
@@ -47,25 +47,24 @@ def resolve_model(
     Args:
         text: `path/to/file.py:factory`, `package.module:factory` or `hf:PATH`.
         factory_args: Keyword arguments of the factory; fields of the config for `hf:`.
-        weights: "fake" builds under fake tensors, which need no memory and no values; "real" builds for real.
-        device: The default device while the factory runs; torch's own default when None.
-        dtype: The default dtype while the factory runs, "bfloat16" for example; torch's own default when None.
-        pythonpath: Folders to look for modules in, before all others.
-        dynamic: Which dimensions change from call to call, in place of what the factory says. A factory that returns
-            `(module, args)` says that none does.
+        weights: "fake" builds with fake tensors, which have no values and take no memory; "real" with real ones.
+        device: The default device while the factory runs; torch's own default if None.
+        dtype: The default dtype while the factory runs, for example "bfloat16"; torch's own default if None.
+        pythonpath: Folders to search for modules before all others.
+        dynamic: The dimensions that change from call to call; overrides those of the factory. A factory that returns
+            `(module, args)` has none.
 
     Returns:
-        The model in eval mode. Under fake weights its parameters, its buffers and the tensors of its example calls are
+        The model in eval mode. With fake weights, its parameters, its buffers and the tensors of its example calls are
         fake tensors of one mode.
 
     Raises:
-        UsageError: `text`, `weights`, `device` or `dtype` has no meaning, or the factory takes other arguments.
-        ModelError: The model could not be found or built; the message shows the user's own line.
+        UsageError: `text`, `weights`, `device` or `dtype` is invalid, or the factory takes other arguments.
+        ModelError: The model could not be found or built. The message shows the responsible line of the user's code.
     """
     if weights not in ("fake", "real"):
-        raise UsageError(
-            f"Weights are fake or real, and not {weights!r}. Choose one.", expected="fake|real", actual=weights
-        )
+        msg = f"Weights must be fake or real, not {weights!r}."
+        raise UsageError(msg, expected="fake|real", actual=weights)
     mode = new_fake_mode() if weights == "fake" else None
     target = _device(device)
     default_dtype = _dtype(dtype)
@@ -78,19 +77,19 @@ def resolve_model(
     else:
         factory, file, name = _factory(text)
         user_code.check_arguments(factory, name, arguments)
-        made = _call(factory, arguments, file=file, name=name, mode=mode, device=target, dtype=default_dtype)
-        spec = _spec(made, name, file)
+        result = _call(factory, arguments, file=file, name=name, mode=mode, device=target, dtype=default_dtype)
+        spec = _spec(result, name, file)
     if dynamic is not None:
         spec = replace(spec, dynamic=dynamic)
     return _finish(spec, mode, target or torch.get_default_device())
 
 
 def _factory(text: str) -> tuple[Callable[..., Any], Path | str | None, str]:
-    """Return the factory, the file that it lives in, and what to call it in messages."""
+    """Return the factory, the file that defines it, and its name in messages."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        hint = f" {text} names no factory: write {text}:build, if build is its name." if text.endswith(".py") else ""
-        raise UsageError(f"{text!r} is no MODEL.{hint} {_FORMS}", expected=_FORMS, actual=text)
+        hint = f" Name its factory too, for example {text}:build." if text.endswith(".py") else ""
+        raise UsageError(f"{text!r} is not a MODEL.{hint} {_FORMS}", expected=_FORMS, actual=text)
     path = Path(place).expanduser()
     if place.endswith(".py") or "/" in place or path.is_file():
         module = user_code.import_file(path)
@@ -111,7 +110,7 @@ def _call(
     device: torch.device | None,
     dtype: torch.dtype | None,
 ) -> Any:
-    """Call the factory where its tensors come out as asked, and turn what it raises into a sentence."""
+    """Call the factory in the requested context and convert what it raises into a `ModelError`."""
     try:
         with ExitStack() as stack:
             stack.enter_context(user_code.running_user_code())
@@ -121,42 +120,44 @@ def _call(
             return factory(**arguments)
     except CgtoolError:
         raise
-    except Exception as error:  # the user's factory raises what it likes
+    except Exception as error:  # the user's factory may raise anything
         if mode is not None and blames_fake_tensors(error):
             advice = (
-                "It asks for values, and weights are fake while a model is only compiled. Build it for real with "
-                "--weights real, or write the model so that building it reads no tensor."
+                "It reads tensor values, and fake weights have none. Use --weights real, or change the model so that "
+                "building it reads no tensor values."
             )
             raise user_code.failure(f"{name} cannot be built with fake weights", error, file, advice) from error
-        advice = "Mend the factory, or pass it other arguments with --arg name=value."
+        advice = "Fix the factory, or pass it other arguments with --arg name=value."
         raise user_code.failure(f"{name} raised", error, file, advice) from error
 
 
-def _spec(made: Any, name: str, file: Path | str | None) -> ModelSpec:
-    """Return what a factory made as a `ModelSpec`."""
-    if isinstance(made, ModelSpec):
-        spec = made
-    elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple | list):  # noqa: PLR2004  # a pair
-        spec = ModelSpec(module=made[0], calls=[ExampleCall(args=tuple(made[1]))])
+def _spec(result: Any, name: str, file: Path | str | None) -> ModelSpec:
+    """Convert the result of a factory to a `ModelSpec`."""
+    if isinstance(result, ModelSpec):
+        spec = result
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):  # noqa: PLR2004  # a pair
+        spec = ModelSpec(module=result[0], calls=[ExampleCall(args=tuple(result[1]))])
     else:
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         msg = f"{name} returned {what}. Let it return a cgtool.ModelSpec, or (module, args) with args a tuple."
         raise ModelError(msg, path=file, expected="ModelSpec | (module, args)", actual=what)
     if not isinstance(spec.module, nn.Module):
         kind = type(spec.module).__name__
-        msg = f"The module that {name} returned is a {kind}. Let it be a torch.nn.Module."
+        msg = f"{name} returned a {kind} as its module. Let it return a torch.nn.Module."
         raise ModelError(msg, path=file, expected="torch.nn.Module", actual=kind)
     if not callable(getattr(spec.module, spec.method, None)):
-        msg = f"{type(spec.module).__name__} has no method {spec.method}. Name the one to compile in ModelSpec.method."
+        msg = (
+            f"{type(spec.module).__name__} has no method {spec.method}. Set ModelSpec.method to the method to compile."
+        )
         raise ModelError(msg, path=file, expected=spec.method)
     if not spec.calls:
-        msg = f"{name} returned a ModelSpec without calls. Give it one or more cgtool.ExampleCall."
+        msg = f"{name} returned a ModelSpec without calls. Give it at least one cgtool.ExampleCall."
         raise ModelError(msg, path=file, expected="one or more ExampleCall")
     return spec
 
 
 def _finish(spec: ModelSpec, mode: FakeTensorMode | None, device: torch.device) -> ModelSpec:
-    """Put the module into eval mode and make fake what is not yet."""
+    """Put the module into eval mode and, under a fake mode, replace its remaining real tensors."""
     spec.module.eval()
     if mode is None:
         return spec
@@ -174,7 +175,7 @@ def _finish(spec: ModelSpec, mode: FakeTensorMode | None, device: torch.device) 
 
 @contextmanager
 def _defaults(device: torch.device | None, dtype: torch.dtype | None) -> Iterator[None]:
-    """Make `device` and `dtype` torch's defaults, and put back what they were."""
+    """Make `device` and `dtype` torch's defaults inside the block."""
     before = torch.get_default_dtype()
     try:
         if dtype is not None:
@@ -189,26 +190,26 @@ def _defaults(device: torch.device | None, dtype: torch.dtype | None) -> Iterato
 
 
 def _device(device: str | torch.device | None) -> torch.device | None:
-    """Return the device asked for, which this machine must have."""
+    """Parse a device, which must exist on this machine."""
     if device is None:
         return None
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        msg = f"{device!r} is no device. Write cpu, cuda or cuda:0, for example."
+        msg = f"{device!r} is not a device. Give one such as cpu, cuda or cuda:0."
         raise UsageError(msg, actual=device) from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         msg = f"This machine has no CUDA device that torch {torch.__version__} can use. Warm where the model will run."
-        raise UsageError(msg, expected=str(found), actual="cpu")
-    return found
+        raise UsageError(msg, expected=str(parsed), actual="cpu")
+    return parsed
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype asked for, which must be a floating one."""
+    """Parse a dtype, which must be a floating-point one."""
     if dtype is None:
         return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
-    msg = f"{dtype!r} is no floating dtype. Write float32, bfloat16 or float16, for example."
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if isinstance(parsed, torch.dtype) and parsed.is_floating_point:
+        return parsed
+    msg = f"{dtype!r} is not a floating-point dtype. Give one such as float32, bfloat16 or float16."
     raise UsageError(msg, expected="a floating dtype", actual=str(dtype))

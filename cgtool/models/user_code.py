@@ -1,6 +1,6 @@
-"""Running code of the user: importing the module of a factory, calling it, and saying where it went wrong.
+"""Import and run the user's code, and report where it failed.
 
-Must not catch what is not an `Exception`, save for `SystemExit`: a script that ends the process while it is imported.
+Must not catch anything but `Exception`, except for the `SystemExit` of a script that ends the process on import.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from cgtool.errors import ModelError, UsageError
 
-#: Parameters that no `--arg name=value` can mean.
+#: Parameters that `--arg name=value` cannot set.
 _NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file under the name by which its author would: the dotted one in a package, else its stem.
+    """Import a file under its usual name: dotted if it is in a package, otherwise its stem.
 
-    The folder that the name starts from is put on `sys.path`, so that its neighbours can be imported too.
+    The folder that the name starts from is put on `sys.path`, so that neighbouring modules can be imported too.
     """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
@@ -43,22 +43,22 @@ def import_file(path: Path) -> ModuleType:
     if parts[-1] == "__init__":
         parts.pop()
     if not parts or any("." in part for part in parts):
-        msg = f"{path} has a name that no import statement can spell. Rename the file (and its folders) to plain words."
+        msg = f"{path} cannot be imported under a valid module name. Rename the file (and its folders) to identifiers."
         raise UsageError(msg, path=path)
     add_to_path([folder])
     module = import_module(".".join(parts), file=path)
     origin = getattr(module, "__file__", None)
     if origin is None or Path(origin).resolve() != path:
         msg = (
-            f"{path} would be imported as {module.__name__}, and that is {origin or 'built into Python'} already. "
-            "Rename the file, or name the module itself: package.module:factory."
+            f"{path} would be imported as {module.__name__}, which is already {origin or 'built into Python'}. "
+            "Rename the file, or name the module instead: package.module:factory."
         )
         raise ModelError(msg, path=path, expected=str(path), actual=origin)
     return module
 
 
 def import_module(name: str, *, file: Path | None = None) -> ModuleType:
-    """Import a module by its dotted name; `file` is what the user named where that was its file."""
+    """Import a module by its dotted name; `file` is its path if the user named the file."""
     importlib.invalidate_caches()
     try:
         with running_user_code():
@@ -69,60 +69,60 @@ def import_module(name: str, *, file: Path | None = None) -> ModuleType:
                 f"{file or name} could not be imported", error, file, "Install it, or add its folder with --pythonpath."
             ) from error
         msg = (
-            f"There is no module {error.name}. Name one that can be imported from here (--pythonpath FOLDER adds a "
-            "place to look), or a file: path/to/file.py:factory."
+            f"There is no module {error.name}. Add its folder with --pythonpath DIR, or name the file instead: "
+            "path/to/file.py:factory."
         )
         raise ModelError(msg, path=name, expected="an importable module") from error
-    except Exception as error:  # the user's module raises what it likes
-        raise failure(f"{file or name} could not be imported", error, file, "Mend the file.") from error
+    except Exception as error:  # the user's module may raise anything
+        raise failure(f"{file or name} could not be imported", error, file, "Fix the file.") from error
     except SystemExit as error:
-        advice = 'Put what a script does under `if __name__ == "__main__":`.'
+        advice = 'Move the code of the script under `if __name__ == "__main__":`.'
         raise failure(f"{file or name} ended the process while it was imported", error, file, advice) from error
 
 
 def find_factory(module: ModuleType, name: str) -> Callable[..., Any]:
-    """Return the callable that `name` (dots allowed) means in `module`."""
+    """Return the callable that `name` (dots allowed) refers to in `module`."""
     value: Any = module
     where = getattr(module, "__file__", None) or module.__name__
     for part in name.split("."):
         if not hasattr(value, part):
-            own = sorted(
+            functions = sorted(
                 key
                 for key, item in vars(module).items()
                 if inspect.isroutine(item) and getattr(item, "__module__", None) == module.__name__
                 if not key.startswith("_")
             )
-            near = _nearest(part, own)
-            names = f" It defines {', '.join(own)}." if own and not near else ""
+            near = _nearest(part, functions)
+            names = f" It defines {', '.join(functions)}." if functions and not near else ""
             msg = f"{where} has no factory {name}.{near}{names} Name the function that returns the model."
-            raise ModelError(msg, path=where, expected=name, actual=own)
+            raise ModelError(msg, path=where, expected=name, actual=functions)
         value = getattr(value, part)
     if not callable(value):
         kind = type(value).__name__
-        msg = f"{name} of {where} is a {kind} and cannot be called. Name a function that returns the model."
+        msg = f"{name} in {where} is a {kind} and cannot be called. Name a function that returns the model."
         raise ModelError(msg, path=where, expected="a function", actual=kind)
-    return value  # type: ignore[no-any-return]  # hasattr and callable are all that is known of it
+    return value  # type: ignore[no-any-return]  # only known to be callable
 
 
 def check_arguments(factory: Callable[..., Any], name: str, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that the factory does not take, or lacks, before any of its code runs."""
+    """Raise a UsageError for unknown or missing arguments before the factory runs."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return  # a callable of C has no signature to ask; calling it will tell
+        return  # a C callable without a signature: the call itself reports wrong arguments
     try:
         signature.bind(**arguments)
     except TypeError as error:
         known = [key for key, parameter in signature.parameters.items() if parameter.kind not in _NOT_BY_NAME]
         unknown = [key for key in arguments if key not in known]
         near = _nearest(unknown[0], known) if unknown else ""
-        taken = f"It takes {', '.join(known)}" if known else "It takes none"
-        msg = f"{name} cannot be called with these arguments: {error}.{near} {taken}: pass them by --arg name=value."
+        taken = f"It takes {', '.join(known)}: pass them with --arg name=value." if known else "It takes no arguments."
+        msg = f"{name} cannot be called with these arguments: {error}.{near} {taken}"
         raise UsageError(msg, path=name, expected=known, actual=sorted(arguments)) from error
 
 
 def add_to_path(folders: Sequence[Path]) -> None:
-    """Put folders at the head of `sys.path`, the first one first, each once."""
+    """Insert folders at the start of `sys.path` in the given order, each once."""
     for folder in reversed(folders):
         text = str(folder)
         if text not in sys.path:
@@ -131,49 +131,49 @@ def add_to_path(folders: Sequence[Path]) -> None:
 
 @contextmanager
 def running_user_code() -> Iterator[None]:
-    """Send what the user's code prints to standard error: standard output carries our data."""
+    """Redirect what the user's code prints to stderr: stdout is reserved for the report."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 def failure(what: str, error: BaseException, file: Path | str | None, advice: str) -> ModelError:
-    """Return an error that says what could not be done, shows the user's own line and ends with what he can do.
-
-    Without a file of the user's, the line is the innermost one outside of installed packages.
-    """
+    """Return an error with what failed, the cause, the responsible line of the user's code and advice."""
     if isinstance(error, SyntaxError):
-        said = f"{type(error).__name__}: {error.msg}"  # str() repeats the place, which is shown below
+        cause = f"{type(error).__name__}: {error.msg}"  # str() repeats the location, which is shown below
     else:
-        said = "".join(traceback.format_exception_only(error)).strip()
+        cause = "".join(traceback.format_exception_only(error)).strip()
     where = user_line(error, file)
-    shown = "" if where is None else f"\n  {where[0]}:{where[1]}: {where[2]}"
+    line = "" if where is None else f"\n  {where[0]}:{where[1]}: {where[2]}"
     path = None if where is None else f"{where[0]}:{where[1]}"
-    return ModelError(f"{what}: {said}{shown}\n{advice}", path=path or file, actual=type(error).__name__)
+    return ModelError(f"{what}: {cause}{line}\n{advice}", path=path or file, actual=type(error).__name__)
 
 
 def user_line(error: BaseException, file: Path | str | None) -> tuple[str, int, str] | None:
-    """Return (file, line, text) of the innermost frame in the user's file, or None if the error has no such frame."""
+    """Return (file, line, text) of the innermost frame in the user's file; None if the error has no such frame.
+
+    If no frame is in `file`, the innermost frame outside of installed packages counts.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None and error.lineno is not None:
         return error.filename, error.lineno, (error.text or "").strip()
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    wanted = None if file is None else os.path.realpath(file)
-    own = [frame for frame in frames if os.path.realpath(frame[0]) == wanted]
-    if not own:
-        own = [frame for frame in frames if not _is_installed(frame[0])]
-    if not own:
+    user_file = None if file is None else os.path.realpath(file)
+    candidates = [frame for frame in frames if os.path.realpath(frame[0]) == user_file]
+    if not candidates:
+        candidates = [frame for frame in frames if not _is_installed(frame[0])]
+    if not candidates:
         return None
-    name, line = own[-1]
+    name, line = candidates[-1]
     return name, line, linecache.getline(name, line).strip()
 
 
 def _is_installed(filename: str) -> bool:
-    """Tell whether a frame is of an installed package, of Python itself, or of cgtool: of no interest to the user."""
+    """Return whether a frame belongs to an installed package, the standard library or cgtool."""
     installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", str(Path(os.__file__).parent))
     here = str(Path(__file__).parent.parent)
     return filename.startswith(("<", here)) or any(part in filename for part in installed)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    """Return ' Did you mean …?' or nothing."""
+    """Return " Did you mean …?", or "" if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""

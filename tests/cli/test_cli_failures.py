@@ -233,5 +233,5 @@ def test_torchs_own_log_handlers_are_hushed_and_no_other():
     logger = logging.getLogger("torch.of_this_test")
     logger.handlers = [logging.StreamHandler(), logging.FileHandler(os.devnull, delay=True), logging.NullHandler()]
     for verbose, level in ((True, logging.NOTSET), (False, logging.ERROR)):
-        logs.hushing(Output(verbose=verbose), ignore)(Event("note", "begun"))
+        logs.silencing_torch(Output(verbose=verbose), ignore)(Event("note", "begun"))
         assert [handler.level for handler in logger.handlers] == [level, logging.NOTSET, logging.NOTSET]

@@ -73,7 +73,7 @@ def test_outputs_that_differ_are_a_note_and_not_a_failure():
         "problem": "output differs by 1e+00",
     }
     assert report.notes == ("torch.compile, warm local caches: outputs differ from eager's: output differs by 1e+00.",)
-    assert words.outputs_words(report.ways[1]) == "DIFFER (1e+00)"
+    assert words.outputs_text(report.ways[1]) == "DIFFER (1e+00)"
 
 
 def test_weights_that_differ_from_start_to_start_are_a_note():
@@ -104,4 +104,4 @@ def test_a_size_that_a_way_refuses_has_its_error():
     [(38.2e-6, "38.2 µs"), (0.0221, "22.1 ms"), (0.9994, "999 ms"), (1.0, "1.00 s"), (39.44, "39.4 s"), (812, "812 s")],
 )
 def test_durations_have_three_digits_that_tell(secs, text):
-    assert words.secs_words(secs) == text
+    assert words.duration_text(secs) == text
