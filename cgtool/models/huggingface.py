@@ -34,7 +34,7 @@ def build(
 ) -> ModelSpec:
     """Build the model of a config: the base model (`AutoModel`), or one with the head of a task.
 
-    Attention is SDPA where the architecture takes it, and what transformers chooses elsewhere.
+    Attention is SDPA if the architecture supports it, otherwise the choice of transformers.
 
     Args:
         path: A config.json, or a folder with one.
@@ -78,8 +78,8 @@ def build(
     notes = []
     if attention is None and getattr(module.config, "_attn_implementation", "sdpa") != "sdpa":
         notes.append(
-            f"{type(module).__name__} has no SDPA attention in transformers {transformers.__version__}, so its graph "
-            "is not split."
+            f"{type(module).__name__} has no SDPA attention in transformers {transformers.__version__}, so there "
+            "is none to split at: it is compiled whole."
         )
     if hf_inputs.has_placeholders(config) and "input_ids" in kwargs:
         notes.append(

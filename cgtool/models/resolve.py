@@ -147,7 +147,7 @@ def _spec(result: Any, name: str, file: Path | str | None) -> ModelSpec:
         raise ModelError(msg, path=file, expected="torch.nn.Module", actual=kind)
     if not callable(getattr(spec.module, spec.method, None)):
         msg = (
-            f"{type(spec.module).__name__} has no method {spec.method}. Set ModelSpec.method to the method to compile."
+            f"{type(spec.module).__name__} has no method {spec.method}. Set ModelSpec.method to the one to compile."
         )
         raise ModelError(msg, path=file, expected=spec.method)
     if not spec.calls:
