@@ -146,9 +146,7 @@ def _spec(result: Any, name: str, file: Path | str | None) -> ModelSpec:
         msg = f"{name} returned a {kind} as its module. Let it return a torch.nn.Module."
         raise ModelError(msg, path=file, expected="torch.nn.Module", actual=kind)
     if not callable(getattr(spec.module, spec.method, None)):
-        msg = (
-            f"{type(spec.module).__name__} has no method {spec.method}. Set ModelSpec.method to the one to compile."
-        )
+        msg = f"{type(spec.module).__name__} has no method {spec.method}. Set ModelSpec.method to the one to compile."
         raise ModelError(msg, path=file, expected=spec.method)
     if not spec.calls:
         msg = f"{name} returned a ModelSpec without calls. Give it at least one cgtool.ExampleCall."

@@ -1,4 +1,4 @@
-"""Factories for the tests of `cgtool bench`: each does to some way what must be seen in the report."""
+"""Factories for the tests of `cgtool bench`, each with one property that the report must show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import cgtool
 
 
 class Breaks(torch.nn.Module):
-    """Runs eagerly, and cannot be traced into one graph."""
+    """Runs eagerly but cannot be traced into one graph."""
 
     def forward(self, x):
         hidden = x * 2
@@ -23,13 +23,13 @@ class Breaks(torch.nn.Module):
 
 
 def breaks():
-    """Only eager and a torch.compile that may break can run it."""
+    """A model that only eager and a torch.compile with graph breaks can run."""
     call = cgtool.ExampleCall(args=(torch.ones(4, 6),))
     return cgtool.ModelSpec(module=Breaks(), calls=[call], dynamic={"x": {0: "num_tokens"}})
 
 
 class Sums(torch.nn.Module):
-    """Adds a weight that no seed fixes."""
+    """Adds a weight."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ class Sums(torch.nn.Module):
 
 
 def unseeded():
-    """Other weights in each process."""
+    """A model with different weights in each process."""
     call = cgtool.ExampleCall(args=(torch.ones(4, 6),))
     return cgtool.ModelSpec(module=Sums(random.SystemRandom().random()), calls=[call], dynamic={"x": {0: "num_tokens"}})
 
 
 def seeded():
-    """Weights from Python's generator, which the bench seeds."""
+    """A model with weights from Python's generator, which the bench seeds."""
     return Sums(random.random()), (torch.ones(4, 6),)
 
 
 class Crashes(torch.nn.Module):
-    """Ends its process without a word to Python."""
+    """Kills its process."""
 
     def forward(self, x):
         os.kill(os.getpid(), 11)
@@ -59,12 +59,12 @@ class Crashes(torch.nn.Module):
 
 
 def crashes():
-    """Not even eager runs it."""
+    """A model that crashes eagerly."""
     return Crashes(), (torch.ones(4, 6),)
 
 
 def slow(pids: str):
-    """Starts a process, writes both pids down, and takes its time."""
+    """Start a process, write both pids to a file, and sleep."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
     with open(pids, "a", encoding="utf-8") as file:  # noqa: PTH123  a test's note
         file.write(f"{os.getpid()}\n{child.pid}\n")

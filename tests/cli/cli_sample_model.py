@@ -1,4 +1,4 @@
-"""Factories that the command line's tests name as MODEL: small, and each with one peculiarity."""
+"""Small factories for the tests of the command line, each with one property."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sample(torch.nn.Module):
 
 
 def build(width: int = 8):
-    """A model that warms in a moment."""
+    """A small model with a ModelSpec."""
     call = cgtool.ExampleCall(args=(torch.ones(4, width),))
     return cgtool.ModelSpec(module=Sample(width), calls=[call], dynamic={"x": {0: "num_tokens"}})
 
@@ -44,36 +44,36 @@ class TwoDims(torch.nn.Module):
 
 
 def two_dims():
-    """Two dynamic dimensions: a plain size does not say of which it speaks."""
+    """A model with two dynamic dimensions, for which a plain size is ambiguous."""
     call = cgtool.ExampleCall(args=(torch.ones(4, 6),))
     return cgtool.ModelSpec(module=TwoDims(), calls=[call], dynamic={"x": {0: "batch", 1: "seq"}})
 
 
 def chatty():
-    """Speaks where a report is expected, and lets torch warn."""
+    """Print to stdout, and log a warning of torch."""
     logging.getLogger("torch._inductor").warning("a library warns")
-    print("a model speaks")  # noqa: T201  what is tested
+    print("a model speaks")  # noqa: T201  under test
     sys.stdout.flush()
     return build()
 
 
 def raising():
-    """Fails on a line of its own."""
+    """Raise a NameError."""
     return undefined_name  # noqa: F821
 
 
 def ending():
-    """Ends the process that asks."""
+    """End the process."""
     sys.exit(0)
 
 
 def number():
-    """Returns something else than a model."""
+    """Return something that is not a model."""
     return 3
 
 
 def slow():
-    """Takes its time, and says when it has begun."""
-    print("begun", file=sys.stderr, flush=True)  # noqa: T201  what the test waits for
+    """Report that it has begun, and sleep."""
+    print("begun", file=sys.stderr, flush=True)  # noqa: T201  the test waits for it
     time.sleep(120)
     return build()

@@ -1,4 +1,4 @@
-"""A decoder over a paged KV cache that is served on the CPU with a double of CUDA graphs, sound or with one fault."""
+"""A decoder with a paged KV cache, served on the CPU with a double of CUDA graphs, optionally with a fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = 2
 
 
 def build(fault=None, embedding="embed_tokens"):
-    """The fixture, small; `fault` is laid into how it is run."""
+    """Build a small version of the fixture; `fault` is injected when it is served."""
     spec = paged_llama.build(LAYERS, width=64, intermediate=96, vocab=64, max_position=128)
     serving = cgtool.Serving(runner=lambda model, config: _serve(model, config, fault), token_embeddings=[embedding])
     return dataclasses.replace(spec, serving=serving)
@@ -50,7 +50,7 @@ def _serve(model, config, fault):
 
 
 def _leaking(model):
-    """Let every row see all rows, those of pads included."""
+    """Make every row depend on all rows, including padding."""
 
     def call(*args):
         hidden = model(*args)

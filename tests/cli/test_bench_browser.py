@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium: it renders, its bars have the right lengths, nothing is fetched."""
+"""The page of a bench in a headless Chromium: it renders, its bars are laid out correctly, nothing is fetched."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-
 def chromium():
     sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright here: pip install -e '.[test]'")
     with sync_api.sync_playwright() as playwright:
-        # A container's root has no sandbox; the page is our own.
+        # The sandbox does not work as root in a container; the page is trusted.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
 class Visit:
-    """A page that was opened, with all that it said and asked for."""
+    """An open page, with its console messages and requests."""
 
     def __init__(self, browser, file, **options):
         self.page = browser.new_page(**options)
-        self.said, self.asked = [], []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.messages, self.requests = [], []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(file.as_uri(), wait_until="networkidle")
 
 
@@ -45,10 +45,10 @@ def file(tmp_path):
     return path
 
 
-def test_it_renders_without_a_complaint_and_without_the_network(chromium, file):
+def test_it_renders_without_messages_and_without_network_access(chromium, file):
     visit = Visit(chromium, file)
-    assert visit.said == []
-    assert [url for url in visit.asked if not url.startswith("data:")] == [file.as_uri()]
+    assert visit.messages == []
+    assert [url for url in visit.requests if not url.startswith("data:")] == [file.as_uri()]
     assert visit.page.title() == "Ways to start model.py:build"
     assert visit.page.locator("h1").is_visible()
     assert visit.page.locator("table").count() == 2
@@ -58,7 +58,7 @@ def test_it_renders_without_a_complaint_and_without_the_network(chromium, file):
     assert picture.stat().st_size > 20_000
 
 
-def test_parts_of_a_bar_stand_side_by_side_and_inside_the_picture(chromium, file):
+def test_parts_of_a_bar_are_adjacent_and_inside_the_chart(chromium, file):
     visit = Visit(chromium, file)
     picture = visit.page.locator("#phases").bounding_box()
     boxes = [visit.page.locator(f"#phases i.{phase}").nth(1).bounding_box() for phase in ("import", "build", "ready")]
@@ -69,7 +69,7 @@ def test_parts_of_a_bar_stand_side_by_side_and_inside_the_picture(chromium, file
     assert value["x"] + value["width"] <= picture["x"] + picture["width"]
 
 
-def test_every_ways_label_is_inside_the_picture_and_before_its_bar(chromium, tmp_path):
+def test_every_label_is_inside_the_chart_and_before_its_bar(chromium, tmp_path):
     file = tmp_path / "all.html"
     file.write_text(page_of(made_report(Bench("all"))), encoding="utf-8")
     visit = Visit(chromium, file)
@@ -83,7 +83,7 @@ def test_every_ways_label_is_inside_the_picture_and_before_its_bar(chromium, tmp
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_ink_is_told_from_paper_in_light_and_dark(chromium, file, scheme):
+def test_text_has_enough_contrast_in_light_and_dark_mode(chromium, file, scheme):
     visit = Visit(chromium, file, color_scheme=scheme)
     ink, paper = visit.page.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
@@ -93,7 +93,7 @@ def test_ink_is_told_from_paper_in_light_and_dark(chromium, file, scheme):
     assert (bright[1] > bright[0]) == (scheme == "light")
 
 
-def test_a_narrow_window_scrolls_the_tables_and_not_the_page(chromium, file):
+def test_a_narrow_window_scrolls_the_tables_but_not_the_page(chromium, file):
     visit = Visit(chromium, file, viewport={"width": 400, "height": 800})
     assert visit.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 

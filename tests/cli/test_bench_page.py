@@ -1,4 +1,4 @@
-"""The page as text: whole, without a network, and with nothing of a stranger's that a browser would obey."""
+"""The page of a bench as text: valid, self-contained, and safe against untrusted input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tags(HTMLParser):
         self.found.append((decl, {}))
 
 
-def test_what_strangers_wrote_is_text_and_nothing_else():
+def test_untrusted_text_is_escaped():
     tags = Tags(bench_page(made_report(model=HOSTILE, notes=(f"a note of {HOSTILE}",))))
     kinds = {tag for tag, _ in tags.found}
     assert not kinds & {"script", "img", "iframe", "object", "b"}
@@ -40,7 +40,7 @@ def test_what_strangers_wrote_is_text_and_nothing_else():
     assert "CacheMissError: <b>nothing</b> fits" in text
 
 
-def test_nothing_is_loaded_from_anywhere():
+def test_nothing_is_loaded():
     tags = Tags(bench_page(made_report()))
     links = [value for _, attrs in tags.found for name, value in attrs.items() if name in {"src", "href", "srcset"}]
     assert links == ["data:,"]
@@ -49,7 +49,7 @@ def test_nothing_is_loaded_from_anywhere():
     assert not re.findall(r"url\(|@import", bench_page(made_report()))
 
 
-def test_it_is_spoken_for_who_cannot_see_it():
+def test_it_is_accessible_to_screen_readers():
     tags = Tags(bench_page(made_report()))
     assert ("html", {"lang": "en"}) in tags.found
     charts = [attrs for tag, attrs in tags.found if tag == "figure"]
@@ -60,7 +60,7 @@ def test_it_is_spoken_for_who_cannot_see_it():
     assert all("scope" in attrs for tag, attrs in tags.found if tag == "th")
 
 
-def test_bars_are_as_long_as_their_seconds_on_one_scale():
+def test_bar_widths_are_proportional_to_seconds_on_one_scale():
     picture = chart(
         [
             Bar(label="long", parts={"import_secs": 2.0, "ready_secs": 6.0}),
@@ -75,5 +75,5 @@ def test_bars_are_as_long_as_their_seconds_on_one_scale():
     assert "none: failed" in picture
 
 
-def test_a_chart_of_nothing_is_a_picture_still():
+def test_a_chart_without_bars_is_still_a_figure():
     assert chart([Bar(label="none", parts={}, remark="failed")], title="t", name="n").startswith("<figure")

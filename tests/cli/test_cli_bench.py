@@ -1,4 +1,4 @@
-"""`cgtool bench` as a user runs it: few starts of small models, in real processes."""
+"""`cgtool bench`: a few starts of small models, most of them in forked processes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ START_KEYS = (
 )
 
 
-#: What the fixture is benched with, and the option that names what is kept of it.
-KEPT = (LLAMA, "--ways", "cgtool/eager", "--json", "--arg", "num_layers=2", "--tokens", "1,8", "--keep")
+#: Arguments of a bench of the fixture, which ends with the folder to keep.
+KEPT = (LLAMA, "--ways", "cgtool/eager", "--json", "--arg", "num_layers=1", "--tokens", "1,8", "--keep")
 
 
-def bench(model, *arguments, tmp, **options):
-    """Run a bench whose temporary folders go below `tmp`, and see that nothing is left of them."""
+def bench(model, *arguments, tmp, forks=True, **options):
+    """Run a bench with its temporary folders below `tmp`, and check that it leaves nothing there."""
     tmp.mkdir(exist_ok=True)
     env = {"TMPDIR": str(tmp), **options.pop("env", {})}
-    ran = run("bench", model, *arguments, env=env, **options)
+    ran = run("bench", model, *arguments, env=env, forks=forks, **options)
     assert list(tmp.iterdir()) == []
     return ran
 
@@ -51,7 +51,7 @@ def by_name(report):
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory):
-    """A bench of the fixture with cgtool's way that needs no compiler: its report, its page, what it kept and said."""
+    """Bench the fixture with the adaptor that needs no compiler; return the run and the folder with its files."""
     folder = tmp_path_factory.mktemp("benched")
     few = ["--starts", "2", "--repeats", "3"]
     ran = bench(*KEPT, folder / "keep", *few, "--html", folder / "bench.html", tmp=folder / "tmp", cwd=folder)
@@ -73,15 +73,15 @@ def test_the_report_has_its_schema(benched):
         assert all(start.keys() >= {*START_KEYS} for start in way["starts"])
 
 
-def test_each_way_started_so_often_and_once_before(benched):
+def test_each_way_has_a_warm_up_and_the_given_number_of_starts(benched):
     ways = by_name(benched[0].report)
     assert list(ways) == ["eager", "cgtool/eager"]
-    # eager's first start made the outputs that all others are compared with
+    # the first start of eager produces the outputs that all others are compared with
     assert [start["counted"] for start in ways["eager"]["starts"]] == [False, False, True, True]
     assert [start["round"] for start in ways["cgtool/eager"]["starts"]] == [None, 0, 1]
 
 
-def test_medians_are_those_of_the_starts_and_phases_take_time(benched):
+def test_summaries_are_medians_of_the_counted_starts(benched):
     for way in benched[0].report["ways"]:
         counted = [start for start in way["starts"] if start["counted"]]
         for phase in ("import_secs", "build_secs", "ready_secs"):
@@ -96,7 +96,7 @@ def test_medians_are_those_of_the_starts_and_phases_take_time(benched):
         assert 50 * 2**20 < way["summary"]["rss_bytes"]["median"] < 8 * 2**30
 
 
-def test_outputs_are_compared_with_eagers_for_the_example_and_each_size(benched):
+def test_outputs_are_compared_with_eager_for_the_example_and_each_size(benched):
     ways = by_name(benched[0].report)
     for way in ways.values():
         assert way["outputs"]["equal"] is True
@@ -104,45 +104,44 @@ def test_outputs_are_compared_with_eagers_for_the_example_and_each_size(benched)
     assert len({start["weights"] for way in ways.values() for start in way["starts"]}) == 1
 
 
-def test_cgtools_way_says_what_it_needs_and_what_filling_it_took(benched):
+def test_cgtools_way_reports_its_bytes_its_preparation_and_its_ratio(benched):
     way = by_name(benched[0].report)["cgtool/eager"]
     assert way["adaptor"] == "eager"
     assert way["bytes"] > 1000
     assert way["prepare"]["work_secs"]["median"] > 0
     assert way["ratios"]["eager"]["ready_secs"]["pairs"] == 2
     assert way["ratios"]["eager"]["ready_secs"]["low"] is None
-    assert way["starts"][-1]["ready_imported"] == []
 
 
-def test_progress_is_plain_lines_of_what_is_over(benched):
+def test_progress_is_a_plain_line_for_each_completed_process(benched):
     lines = [line for line in benched[0].err.splitlines() if not line.startswith("Note: ")]
     assert lines[0].startswith("start: eager, whose outputs the others are compared with (")
     assert lines[1].startswith("prepare: cgtool, eager (")
     assert [line.split(":")[0] for line in lines[2:]] == ["start 0/4"] * 2 + [f"start {n}/4" for n in (1, 2, 3, 4)]
 
 
-def test_the_page_is_written_and_speaks_of_this_bench(benched):
+def test_the_page_shows_this_bench(benched):
     text = (benched[1] / "bench.html").read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
     assert "cgtool, eager" in text
     assert text.count('<i class="ready"') == 4
 
 
-def test_people_get_tables(tmp_path):
+def test_the_text_output_has_tables(tmp_path):
     few = ["--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "4"]
-    ran = bench(f"{SAMPLE}:build", *few, tmp=tmp_path / "tmp", forks=True)
+    ran = bench(f"{SAMPLE}:build", *few, tmp=tmp_path / "tmp")
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0] == f"Ways to start {SAMPLE}:build: medians (quartiles), ratios [95 % bound]"
     assert lines[1].split()[:4] == ["way", "import", "build", "ready"]
     assert lines[2].split()[0] == "eager"
-    assert lines[4] == "A step, by num_tokens"
+    assert lines[4] == "Time per step, by num_tokens"
     assert "torch" in lines[-1]
 
 
-def test_a_way_that_fails_is_shown_and_the_others_go_on(tmp_path):
+def test_a_way_that_fails_is_reported_and_the_others_continue(tmp_path):
     arguments = ["--ways", "cgtool/eager", "--starts", "1", "--warm-ups", "0", "--tokens", "", "--json"]
-    ran = bench(f"{MODELS}:breaks", *arguments, tmp=tmp_path / "tmp", forks=True)
+    ran = bench(f"{MODELS}:breaks", *arguments, tmp=tmp_path / "tmp")
     assert ran.code == 0, ran.err
     ways = by_name(ran.report)
     assert (ways["eager"]["error"], len(ways["eager"]["starts"])) == (None, 2)
@@ -153,45 +152,51 @@ def test_a_way_that_fails_is_shown_and_the_others_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_that_no_seed_fixes_are_seen(tmp_path):
+def test_weights_that_do_not_depend_on_the_seed_are_detected(tmp_path):
     arguments = ["--ways", "eager", "--starts", "1", "--warm-ups", "0", "--tokens", "", "--json"]
-    report = bench(f"{MODELS}:unseeded", *arguments, tmp=tmp_path / "tmp").report
+    report = bench(f"{MODELS}:unseeded", *arguments, tmp=tmp_path / "tmp", forks=False).report
     assert by_name(report)["eager"]["outputs"]["equal"] is False
     assert [note.split(":")[0] for note in report["notes"] if "busy" not in note] == [
         "The weights differ from start to start, so the outputs cannot be compared",
         "eager",
     ]
-    seeded = bench(f"{MODELS}:seeded", *arguments, tmp=tmp_path / "tmp").report
+    seeded = bench(f"{MODELS}:seeded", *arguments, tmp=tmp_path / "tmp", forks=False).report
     assert by_name(seeded)["eager"]["outputs"] == {"equal": True, "worst": 0.0, "tolerance": 1e-4, "problem": None}
 
 
-def test_a_model_that_does_not_even_run_eagerly_ends_the_bench_with_what_killed_it(tmp_path):
-    ran = bench(f"{MODELS}:crashes", "--ways", "eager", "--json", tmp=tmp_path / "tmp", forks=True)
+def test_a_model_that_crashes_eagerly_ends_the_bench_with_the_signal(tmp_path):
+    ran = bench(f"{MODELS}:crashes", "--ways", "eager", "--json", tmp=tmp_path / "tmp")
     assert ran.code == 1
     assert ran.report["error"]["type"] == "ModelError"
     assert "The model does not run eagerly: it crashed with SIGSEGV" in ran.err
 
 
-def test_a_model_that_is_not_there_is_told_as_warm_tells_it(tmp_path):
-    asked = f"{tmp_path}/nothing.py:build"
-    ran = bench(asked, "--ways", "eager", tmp=tmp_path / "tmp", forks=True)
-    assert ran.code == run("warm", asked, "--cache-dir", tmp_path / "cache").code
+def test_a_missing_model_is_the_same_error_as_in_warm(tmp_path):
+    model = f"{tmp_path}/nothing.py:build"
+    ran = bench(model, "--ways", "eager", tmp=tmp_path / "tmp")
+    assert ran.code == run("warm", model, "--cache-dir", tmp_path / "cache").code
     assert "Traceback" not in ran.err
-    (said,) = (line for line in ran.err.splitlines() if line.startswith("Error: "))
-    what_to_do = "MODEL is path/to/file.py:factory: name the file that defines the factory."
-    assert said == f"Error: {tmp_path}/nothing.py does not exist. {what_to_do}"
+    (message,) = (line for line in ran.err.splitlines() if line.startswith("Error: "))
+    advice = "MODEL is path/to/file.py:factory: name the file that defines the factory."
+    assert message == f"Error: {tmp_path}/nothing.py does not exist. {advice}"
 
 
-def test_a_folder_that_is_kept_is_used_again_and_only_for_the_same(benched, tmp_path):
-    first, keep = benched[0].report, benched[1] / "keep"
-    assert by_name(first)["cgtool/eager"]["prepare"]["reused"] is False
-    ran = bench(*KEPT, keep, "--starts", "1", "--warm-ups", "0", tmp=tmp_path / "tmp", forks=True)
+def test_a_kept_folder_is_reused_by_fresh_processes_which_import_nothing_to_load(benched, tmp_path):
+    first = by_name(benched[0].report)["cgtool/eager"]
+    assert first["prepare"]["reused"] is False
+    few = ("--starts", "1", "--warm-ups", "0")
+    ran = bench(*KEPT, benched[1] / "keep", *few, tmp=tmp_path / "tmp", forks=False)
     way = by_name(ran.report)["cgtool/eager"]
     assert way["prepare"]["reused"] is True
-    assert way["prepare"]["work_secs"] == by_name(first)["cgtool/eager"]["prepare"]["work_secs"]
+    assert way["prepare"]["work_secs"] == first["prepare"]["work_secs"]
     assert len(way["starts"]) == 1
+    assert way["starts"][0]["ready_imported"] == []
     assert "prepare" not in ran.err
-    other = bench(*KEPT, keep, "--arg", "draw_on_device=true", tmp=tmp_path / "tmp", forks=True)
+
+
+def test_a_kept_folder_serves_only_the_same_model(benched, tmp_path):
+    keep = benched[1] / "keep"
+    other = bench(*KEPT, keep, "--arg", "draw_on_device=true", tmp=tmp_path / "tmp")
     assert other.code == 2
     assert f"{keep} was prepared for another model. Give --keep another folder." in other.err
     strange = tmp_path / "strange"
@@ -218,7 +223,7 @@ def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
         text=True,
         env=environment(TMPDIR=str(tmp)),
     )
-    started = _written(pids, 2)
+    started = _wait_for_pids(pids, 2)
     assert [folder.name.startswith("cgtool-bench-") for folder in tmp.iterdir()] == [True]
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
@@ -228,51 +233,51 @@ def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
     assert [pid for pid in started if _runs(pid)] == []
 
 
-def test_a_process_that_takes_too_long_is_ended_with_its_children_and_said_to_have(tmp_path):
+def test_a_process_that_exceeds_the_timeout_is_killed_with_its_children(tmp_path):
     pids = tmp_path / "pids"
-    for secs in (4, 16, 64):  # until it is enough for what the model starts
+    for secs in (1, 4, 16, 64):  # until it is enough for the model to start its child
         ran = bench(f"{MODELS}:slow", "--arg", f"pids={pids}", "--timeout", secs, tmp=tmp_path / "tmp")
         assert ran.code == 1
         assert f"it took longer than {secs} s and was ended (--timeout gives it more)" in ran.err
         if pids.is_file() and len(pids.read_text().split()) == 2:
             break
-    assert [pid for pid in _written(pids, 2) if _runs(pid)] == []
+    assert [pid for pid in _wait_for_pids(pids, 2) if _runs(pid)] == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--ways", "eagre"], "no way 'eagre'; the nearest is 'eager'"),
-        (["--tokens", "1,x"], "'x' is no size"),
+        (["--tokens", "1,x"], "'x' is not a size"),
         (["--starts", "torch=many"], "--starts"),
         (["--size-dim", "batch", "--ways", "eager"], "no dynamic dimension 'batch'"),
     ],
 )
-def test_wrong_usage_says_what_is_right(tmp_path, arguments, words):
+def test_usage_errors(tmp_path, arguments, message):
     ran = bench(f"{SAMPLE}:build", *arguments, tmp=tmp_path / "tmp")
     assert ran.code in {1, 2}
-    assert words in " ".join(ran.err.split())
+    assert message in " ".join(ran.err.split())
 
 
 @pytest.mark.slow
-def test_every_way_runs_the_fixture_and_agrees_with_eager(tmp_path):
+def test_every_way_runs_the_fixture_and_equals_eager(tmp_path):
     arguments = ["--arg", "num_layers=2", "--starts", "1", "--warm-ups", "0", "--tokens", "1,8", "--json"]
-    report = bench(LLAMA, *arguments, tmp=tmp_path / "tmp").report
+    report = bench(LLAMA, *arguments, tmp=tmp_path / "tmp", forks=False).report
     ways = by_name(report)
     assert list(ways) == list(WAYS)
     assert {name: way["error"] for name, way in ways.items() if way["error"]} == {}
     assert all(way["outputs"]["equal"] for way in ways.values())
-    # torch's precompiled function was made for the general shape and refuses a single token
+    # torch's precompiled function is compiled for the general shape and refuses a single token
     assert [name for name, way in ways.items() if "error" in way["steps"]["1"]] == ["aot-precompile"]
     assert ways["compile-cold"]["starts"][0]["ready_secs"] > ways["compile-warm"]["starts"][0]["ready_secs"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA device")
-def test_on_a_device_its_memory_and_its_name_are_in_the_report(tmp_path):
+def test_the_report_has_the_name_and_the_memory_of_a_gpu(tmp_path):
     arguments = ["--device", "cuda", "--ways", "cgtool/eager", "--starts", "1", "--tokens", "8", "--json"]
     large = ["--arg", "draw_on_device=true", "--dtype", "bfloat16"]
-    report = bench(LLAMA, *arguments, *large, tmp=tmp_path / "tmp").report
+    report = bench(LLAMA, *arguments, *large, tmp=tmp_path / "tmp", forks=False).report
     assert report["machine"]["gpu"]
     for way in report["ways"]:
         assert way["error"] is None
@@ -280,19 +285,19 @@ def test_on_a_device_its_memory_and_its_name_are_in_the_report(tmp_path):
         assert way["summary"]["device_bytes"]["median"] > 2**16
 
 
-def _written(path, count):
-    """The process ids in a file, once there are so many."""
+def _wait_for_pids(path, count):
+    """Return the process ids in a file once it has `count` of them."""
     until = time.monotonic() + 90
     while time.monotonic() < until:
-        found = path.read_text().split() if path.is_file() else []
-        if len(found) >= count:
-            return [int(pid) for pid in found]
+        pids = path.read_text().split() if path.is_file() else []
+        if len(pids) >= count:
+            return [int(pid) for pid in pids]
         time.sleep(0.1)
     return pytest.fail("the model was never built")
 
 
 def _runs(pid):
-    """Whether a process runs; one that ended and was not yet asked for its end does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except FileNotFoundError:

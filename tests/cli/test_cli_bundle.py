@@ -1,4 +1,4 @@
-"""`export` and `import`, run as a user runs them."""
+"""`cgtool export` and `cgtool import`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cache_maker import lay_entry, tree
 from cli_harness import COMMAND, environment, run
 
 
-def test_a_bundle_goes_out_and_comes_in(tmp_path):
+def test_an_exported_bundle_can_be_imported(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     dest = tmp_path / "toy.tar.zst"
     out = run("export", dest, "--cache-dir", tmp_path / "a")
     assert out.code == 0
     assert out.out.splitlines()[1].split() == [hash_[:10], "Toy", "0", "backbone", "4"]
-    assert out.out.splitlines()[-1].startswith("Wrote 1 entry (")
-    assert out.err.startswith("It is not signed: whoever imports it must say --trust.")
+    assert out.out.splitlines()[-1].startswith("Exported 1 entry (")
+    assert out.err.startswith("The bundle is unsigned: importing it needs --trust.")
     back = run("import", dest, "--cache-dir", tmp_path / "b", "--trust")
     assert back.code == 0
     assert back.out.splitlines()[1].split()[:5] == [hash_[:10], "Toy", "0", "backbone", "new"]
@@ -29,7 +29,7 @@ def test_a_bundle_goes_out_and_comes_in(tmp_path):
     assert Forge.of(tmp_path / "b", hash_).files == Forge.of(tmp_path / "a", hash_).files
 
 
-def test_a_bundle_goes_through_a_pipe(tmp_path):
+def test_a_bundle_can_be_piped(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     command = " ".join(COMMAND)
     line = f"{command} export - --cache-dir a | {command} import - --cache-dir b --trust --json"
@@ -39,10 +39,10 @@ def test_a_bundle_goes_through_a_pipe(tmp_path):
     report = json.loads(done.stdout)
     assert report["source"] == "-"
     assert report["entries"][0]["hash"] == hash_
-    assert "Wrote 1 entry (" in done.stderr
+    assert "Exported 1 entry (" in done.stderr
 
 
-def test_json_of_both(tmp_path):
+def test_the_json_reports_of_export_and_import(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     make_keys(tmp_path / "keys", "k")
     keys = tmp_path / "keys"
@@ -85,7 +85,7 @@ def test_a_refusal_exits_with_3_and_a_stable_reason(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_a_model_with_a_name_of_control_characters_does_no_harm(tmp_path):
+def test_control_characters_in_a_model_name_are_escaped(tmp_path):
     lay_entry(tmp_path / "a", model="[bold]\x1b[2J\u202e\nEvil" + "x" * 10_000)
     dest = tmp_path / "toy.tar.zst"
     out = run("export", dest, "--cache-dir", tmp_path / "a")
@@ -100,22 +100,22 @@ def test_a_model_with_a_name_of_control_characters_does_no_harm(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("export", "-", "--json"), "Standard output takes either the bundle or the report."),
-        (("export", "-", "--folder"), "A folder cannot be written to standard output."),
-        (("export", "x", "ab", "--all"), "HASH names entries, and --all and --filter choose them."),
+        (("export", "-", "--json"), "Standard output cannot take both the bundle and the report."),
+        (("export", "-", "--folder"), "A directory cannot be written to standard output."),
+        (("export", "x", "ab", "--all"), "HASH cannot be combined with --all or --filter."),
         (
             ("export", "x", "--shape", "cudagraph_capture_sizes"),
-            "is no shape. Give general, a size (8), a range (2-64)",
+            "is not a shape. Give general, a size (8), a range (2-64)",
         ),
-        (("export", "x", "--shape", "9-2"), "is no shape."),
+        (("export", "x", "--shape", "9-2"), "is not a shape."),
         (("export", "x", "--level", "20"), "20 is not in the range 1<=x<=19."),
         (("import", "x", "--max-size", "0"), "0.0 is not in the range x>0."),
-        (("import", "x", "--max-size", "inf"), "inf is no number to compare a size with."),
-        (("import", "x", "--max-size", "nan"), "nan is no number to compare a size with."),
-        (("import", "x", "--max-ratio", "nan"), "nan is no number to compare a size with."),
+        (("import", "x", "--max-size", "inf"), "inf is not a usable limit."),
+        (("import", "x", "--max-size", "nan"), "nan is not a usable limit."),
+        (("import", "x", "--max-ratio", "nan"), "nan is not a usable limit."),
     ],
 )
-def test_what_has_no_meaning_is_an_error_of_usage(tmp_path, arguments, sentence):
+def test_invalid_options_are_usage_errors_and_write_nothing(tmp_path, arguments, sentence):
     ran = run(*arguments, cwd=tmp_path)
     assert ran.code == 2
     assert sentence in " ".join(ran.err.split())
@@ -134,7 +134,7 @@ def test_shapes_are_spelled_as_inspect_shows_them(tmp_path, text, rows):
         assert (ran.code, "has no artifact for 0." in ran.err) == (2, True)
 
 
-def test_a_missing_source_and_an_empty_cache_are_sentences(tmp_path):
+def test_a_missing_source_and_an_empty_cache_are_errors(tmp_path):
     absent = run("import", tmp_path / "absent", "--trust", "--cache-dir", tmp_path / "b")
     assert (absent.code, absent.out) == (1, "")
     assert "no such file or folder" in absent.err
@@ -145,7 +145,7 @@ def test_a_missing_source_and_an_empty_cache_are_sentences(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_import_that_is_interrupted_leaves_nothing(tmp_path, number):
+def test_an_interrupted_import_leaves_the_cache_unchanged(tmp_path, number):
     lay_entry(tmp_path / "a")
     lay_entry(tmp_path / "b", seed=9)
     run("export", tmp_path / "x.tar.zst", "--cache-dir", tmp_path / "a")

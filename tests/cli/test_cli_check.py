@@ -1,4 +1,4 @@
-"""`cgtool check` as a user runs it: a sound model, faults laid around one, and what cannot be checked."""
+"""`cgtool check`: a sound model, injected faults, and models that cannot be checked."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def check(capsys, monkeypatch):
     return check
 
 
-#: Whole calls are captured at level 0 here: the double records ops, which the guards of what was loaded see and refuse.
+#: Full graphs are captured at level 0: the double of CUDA graphs records ops in a mode that a loaded model's guards
+#: refuse.
 @pytest.mark.parametrize(("mode", "level"), [("PIECEWISE", 3), ("FULL_DECODE_ONLY", 0)])
-def test_a_sound_model_may_be_served(check, root, mode, level):
+def test_a_sound_model_can_be_served(check, root, mode, level):
     ran = check(root, "--cudagraph-mode", mode, "--level", level, "--json")
     assert ran.code == 0, ran.err
     report = ran.report
@@ -51,13 +52,13 @@ def test_a_sound_model_may_be_served(check, root, mode, level):
     assert {size["num_tokens"] for size in report["captured"]} == {1, 2, 4}
 
 
-def test_a_table_says_what_holds_and_a_line_sums_up(check, root):
+def test_the_output_is_a_table_of_properties_and_a_summary(check, root):
     ran = check(root, "--cudagraph-mode", "PIECEWISE")
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
-    assert lines[0].split() == ["what", "must", "hold", "holds"]
+    assert lines[0].split() == ["property", "holds"]
     assert [line.split()[-1] for line in lines[1:6]] == ["yes"] * 5
-    assert "may be served with PIECEWISE: 3 graphs captured in" in " ".join(lines[6:])
+    assert "can be served with PIECEWISE: 3 graphs captured in" in " ".join(lines[6:])
 
 
 @pytest.mark.parametrize(
@@ -67,14 +68,14 @@ def test_a_table_says_what_holds_and_a_line_sums_up(check, root):
         ("overwritten", "An output changed while it was held"),
     ],
 )
-def test_a_fault_is_named_with_its_graph_and_gives_3(check, root, fault, sentence):
-    how = ("--arg", f"fault={fault}", "--cudagraph-mode", "FULL_DECODE_ONLY", "--level", "0")
-    ran = check(root, *how, "--json")
+def test_a_fault_is_reported_with_its_graph_and_exit_code_3(check, root, fault, sentence):
+    options = ("--arg", f"fault={fault}", "--cudagraph-mode", "FULL_DECODE_ONLY", "--level", "0")
+    ran = check(root, *options, "--json")
     assert ran.code == 3, ran.err
     assert not ran.report["ok"]
-    assert {one["fault"] for one in ran.report["findings"]} == {fault}
-    assert all(one["mode"] == "FULL" and sentence in one["sentence"] for one in ran.report["findings"])
-    shown = check(root, *how)
+    assert {finding["fault"] for finding in ran.report["findings"]} == {fault}
+    assert all(finding["mode"] == "FULL" and sentence in finding["sentence"] for finding in ran.report["findings"])
+    shown = check(root, *options)
     assert shown.code == 3
     assert "must not be served" in shown.out
 
@@ -92,13 +93,13 @@ def test_a_fault_is_named_with_its_graph_and_gives_3(check, root, fault, sentenc
         (("--cudagraph-mode", "SOME"), 2, "cudagraph_mode"),
     ],
 )
-def test_what_cannot_be_checked_is_a_sentence(check, root, arguments, code, sentence):
+def test_a_model_that_cannot_be_checked_is_an_error(check, root, arguments, code, sentence):
     ran = check(root, *arguments)
     assert ran.code == code, ran.err
     assert sentence in " ".join(ran.err.split())
 
 
-def test_a_model_that_was_not_warmed_or_says_nothing_of_serving_is_a_sentence(check, tmp_path):
+def test_a_model_that_was_not_warmed_or_has_no_serving_description_is_an_error(check, tmp_path):
     ran = check(tmp_path / "empty")
     assert ran.code == 3
     assert "Warm it first" in ran.err

@@ -1,4 +1,4 @@
-"""Long tables in a pipe: columns of one width, whatever stands in a cell."""
+"""Tables in a pipe: aligned columns, whatever the cells contain."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ def shown(capsys: pytest.CaptureFixture[str], columns: tuple[str, ...], *rows: t
     return capsys.readouterr().out.splitlines()
 
 
-def test_figures_end_and_words_begin_at_one_column(capsys):
+def test_figures_are_right_aligned_and_text_is_left_aligned(capsys):
     lines = shown(capsys, ("name", ">size", "used"), ("a", 1, "now"), ("longer", 12345, "never"))
     assert lines == ["name     size  used", "a           1  now", "longer  12345  never"]
 
 
-def test_wide_characters_take_their_two_columns(capsys):
+def test_wide_characters_take_two_columns(capsys):
     lines = shown(capsys, ("name", ">n"), ("模型", 1), ("abcd", 2), (">模", "模"))
     assert lines == ["name   n", "模型   1", "abcd   2", ">模   模"]
 
 
-def test_a_cell_is_one_line_of_printable_text_and_is_cut(capsys):
+def test_cells_are_escaped_to_one_line_and_truncated(capsys):
     lines = shown(capsys, ("name", "x"), ("a\nb\x1b[2J\u202e", 1), ("y" * 10_000, 2), ("[bold]z[/]", 3))
     assert [line.split()[0] for line in lines] == ["name", "a\\nb\\x1b[2J\\u202e", "y" * 59 + "…", "[bold]z[/]"]
     assert {len(line) for line in lines} == {63}
 
 
-def test_a_table_without_rows_is_its_headings(capsys):
+def test_a_table_without_rows_has_only_its_headings(capsys):
     assert shown(capsys, ("name", ">size")) == ["name  size"]
 
 
-def test_a_style_is_for_terminals_and_a_whole_cell_is_not_cut(capsys):
+def test_styles_are_dropped_in_a_pipe_and_whole_cells_are_not_truncated(capsys):
     show_rows(Output(), ("a", "b"), [("x", Styled("y" * 70, "red"))], whole=True)
     sys.stdout.flush()
     assert capsys.readouterr().out.splitlines()[1] == "x  " + "y" * 70

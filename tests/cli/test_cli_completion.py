@@ -1,4 +1,4 @@
-"""Completion: what shells are given, where it is put, and that a real shell completes with it."""
+"""`cgtool completion`: the scripts, where they are installed, and completion in a real shell."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import pytest
 from cli_harness import COMMAND, environment, run
 
 
-def asked(words, cword=None, **env):
-    """What follows a line of words, as click answers a bash that completes it: "kind,value" lines."""
-    line = " ".join(words)
-    env = {"_CGTOOL_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(cword or len(words) - 1), **env}
+def complete(*words):
+    """Return the candidates for the last word, as click gives them to bash: "kind,value" lines."""
+    env = {"_CGTOOL_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     return run(env=env)
 
 
-def test_a_shell_is_answered_with_what_may_follow():
-    ran = asked(["cgtool", "insp"])
+def test_commands_subcommands_and_options_are_completed():
+    ran = complete("cgtool", "insp")
     assert (ran.code, ran.out, ran.err) == (0, "plain,inspect\n", "")
-    assert asked(["cgtool", "warm", "--compile-si"]).out == "plain,--compile-sizes\n"
-    assert asked(["cgtool", "inspect", "gra"]).out == "plain,graph\n"
+    assert complete("cgtool", "warm", "--compile-si").out == "plain,--compile-sizes\n"
+    assert complete("cgtool", "inspect", "gra").out == "plain,graph\n"
 
 
-def test_a_shell_that_click_does_not_know_is_a_failure_without_a_story():
+def test_a_shell_that_click_does_not_know_fails_silently():
     ran = run(env={"_CGTOOL_COMPLETE": "tcsh_source"})
     assert (ran.code, ran.out, ran.err) == (1, "", "")
 
@@ -38,12 +37,12 @@ def test_the_script_is_printed(shell):
     assert shell in ran.out
 
 
-def test_the_users_own_shell_is_taken_or_asked_for():
+def test_the_default_is_the_users_shell():
     assert run("completion", env={"SHELL": "/usr/bin/fish"}).out == run("completion", "fish").out
-    for given, said in (("/bin/tcsh", "SHELL names 'tcsh'"), ("", "SHELL is not set")):
-        ran = run("completion", env={"SHELL": given})
+    for shell, message in (("/bin/tcsh", "SHELL names 'tcsh'"), ("", "SHELL is not set")):
+        ran = run("completion", env={"SHELL": shell})
         assert ran.code == 2
-        assert f"{said}, so say which shell is meant: bash, zsh, fish." in ran.err
+        assert f"{message}, so say which shell is meant: bash, zsh, fish." in ran.err
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_the_users_own_shell_is_taken_or_asked_for():
         ("zsh", [".zfunc/_cgtool", ".zshrc"]),
     ],
 )
-def test_installing_writes_for_this_user_alone_and_twice_is_once(tmp_path, shell, files):
+def test_installing_writes_to_the_users_folders_and_is_idempotent(tmp_path, shell, files):
     (tmp_path / ".zshrc").write_text("alias l=ls\n")
     env = {"HOME": str(tmp_path), "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
     report = run("completion", shell, "--install", "--json", env=env).report

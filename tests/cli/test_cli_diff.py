@@ -1,4 +1,4 @@
-"""`cgtool diff` as a user runs it: exit codes, what is shown and quoted, its JSON, and no torch."""
+"""`cgtool diff`: exit codes, the text and JSON output, and untrusted input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = ["what", "path", "old", "new", "sentence", "detail"]
 
 @pytest.fixture
 def two(tmp_path):
-    """Two entries of one cache that differ in their model."""
+    """A cache with two entries that differ in their model."""
     return tmp_path, lay_entry(tmp_path), lay_entry(tmp_path, seed=1)
 
 
@@ -31,30 +31,30 @@ def test_an_entry_equals_itself(two):
     }
 
 
-def test_two_entries_differ_with_the_factor_first_and_exit_code_3(two):
+def test_the_factor_comes_first_and_the_exit_code_is_3(two):
     root, one, other = two
     ran = run("diff", one, other, "--cache-dir", root)
     assert (ran.code, ran.err) == (3, "")
     lines = ran.out.splitlines()
     assert lines[0].startswith(f"{one[:10]} → {other[:10]}: ")
-    assert lines[0].endswith(" differences, the most telling first.")
+    assert lines[0].endswith(" differences, the most significant first.")
     assert lines[1] == "  factor  model was 0 and is 1 now"
     assert "          - input %0: float32[s0, 64] strides [64, 1] cpu" in lines
     assert "          + input %0: float32[s0, 65] strides [65, 1] cpu" in lines
 
 
-def test_all_shows_what_was_left_out(tmp_path):
+def test_all_shows_every_difference(tmp_path):
     for seed in range(14):
         lay_entry(tmp_path / ("old" if seed < 7 else "new"), seed=seed)
     short = run("diff", tmp_path / "old", tmp_path / "new").out.splitlines()
     assert len(short) == 14
-    assert short[0] == f"{tmp_path}/old → {tmp_path}/new: 14 differences, the most telling first."
-    assert short[-1] == "and 2 more, which --all and --json show"
+    assert short[0] == f"{tmp_path}/old → {tmp_path}/new: 14 differences, the most significant first."
+    assert short[-1] == "and 2 more (shown by --all and --json)"
     whole = run("diff", tmp_path / "old", tmp_path / "new", "--all").out.splitlines()
     assert [line[:15] for line in whole[1:]] == ["   entry  entry"] * 14
 
 
-def test_json_of_a_difference_has_the_promised_fields(two):
+def test_the_json_of_a_difference_has_the_documented_fields(two):
     root, one, other = two
     ran = run("diff", f"{root}:{one[:6]}", f"{root}:{other[:6]}", "--json")
     assert (ran.code, ran.err) == (3, "")
@@ -74,7 +74,7 @@ def test_json_of_a_difference_has_the_promised_fields(two):
     assert kinds == sorted(kinds, key=["factor", "piece", "artifact"].index)
 
 
-def test_two_caches_and_an_entry_against_a_cache(two, tmp_path):
+def test_caches_can_be_compared_with_caches_and_entries(two, tmp_path):
     root, one, other = two
     shutil.copytree(root / "torch_compile_cache" / one, tmp_path / "less" / "torch_compile_cache" / one)
     ran = run("diff", root, tmp_path / "less")
@@ -86,11 +86,11 @@ def test_two_caches_and_an_entry_against_a_cache(two, tmp_path):
 def test_an_entry_is_compared_with_this_machine(two):
     root, one, _ = two
     ran = run("diff", one, "--here", "--cache-dir", root)
-    assert ran.code == 0  # this key says nothing that a machine decides
+    assert ran.code == 0  # no factor of this key depends on the machine
     assert ran.out == f"{one[:10]} and this machine are equal.\n"
 
 
-def test_names_of_a_stranger_neither_colour_nor_flood_the_terminal(tmp_path):
+def test_untrusted_names_are_escaped_and_truncated(tmp_path):
     evil = "[bold red]\x1b[2J\u202e\n" + "x" * 10_000
     lay_entry(tmp_path / "old", model=evil)
     lay_entry(tmp_path / "new", model=evil, seed=1)
@@ -105,7 +105,7 @@ def test_names_of_a_stranger_neither_colour_nor_flood_the_terminal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "message"),
     [
         pytest.param(("nowhere", "nothing"), 2, "There is no 'nowhere'", id="missing paths"),
         pytest.param(("{one}",), 2, "Name two sides, A and B, or one entry and --here.", id="one side"),
@@ -113,22 +113,22 @@ def test_names_of_a_stranger_neither_colour_nor_flood_the_terminal(tmp_path):
         pytest.param(("{root}", "--here"), 2, "holds 2 entries to compare with", id="a cache and here"),
         pytest.param(("", "{one}"), 2, "There is no ''", id="an empty name"),
         pytest.param(("0", "{empty}"), 1, "holds no cache of cgtool", id="a folder of something else"),
-        pytest.param(("{one}", "{file}"), 3, "", id="a file that is no bundle"),
+        pytest.param(("{one}", "{file}"), 3, "", id="a file that is not a bundle"),
     ],
 )
-def test_what_cannot_be_compared_says_what_to_name(two, arguments, code, words, tmp_path):
+def test_sides_that_cannot_be_compared_are_errors(two, arguments, code, message, tmp_path):
     root, one, _ = two
     names = {"root": root, "one": one, "empty": tmp_path / "empty", "file": tmp_path / "file"}
     names["empty"].mkdir()
     names["file"].write_text("no bundle")
-    given = [argument.format(**names) if argument != "0" else one for argument in arguments]
-    ran = run("diff", *given, "--cache-dir", root)
+    sides = [argument.format(**names) if argument != "0" else one for argument in arguments]
+    ran = run("diff", *sides, "--cache-dir", root)
     assert (ran.code, ran.out) == (code, "")
     assert ran.err.startswith("Error: ")
-    assert words in ran.err
+    assert message in ran.err
 
 
-def test_torn_and_newer_files_are_named(two):
+def test_torn_files_and_newer_schemas_are_reported_with_their_path(two):
     root, one, other = two
     manifest = root / "torch_compile_cache" / other / "rank_0" / "backbone" / "manifest.json"
     whole = manifest.read_text()

@@ -1,4 +1,4 @@
-"""Wrong input, readers that go away, and errors for programs: exact codes, exact sentences, nothing written."""
+"""Usage errors, broken pipes and unexpected exceptions: exit codes, messages, and nothing written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ERROR_KEYS = ["type", "message", "exit_code", "path", "reason", "expected", "act
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_table_knows_every_error(error, code):
+def test_every_error_has_an_exit_code_and_a_message(error, code):
     failure = failures.failure_of(error)
     assert failure.exit_code == code
     assert bool(failure.message) == (code != failures.READER_GONE)
@@ -58,13 +58,13 @@ def test_the_reasons_of_a_miss_are_kept_in_order():
     assert failure.to_json()["error"]["path"] == "/c"
 
 
-def test_a_refusal_has_a_stable_word_for_programs():
+def test_a_refusal_has_a_stable_reason():
     failure = failures.failure_of(errors.RefusedError("No.", reason="digest_mismatch", expected="a", actual="b"))
     error = failure.to_json()["error"]
     assert (error["exit_code"], error["reason"], error["expected"], error["actual"]) == (3, "digest_mismatch", "a", "b")
 
 
-def test_facts_that_json_has_no_word_for_become_text():
+def test_values_that_json_cannot_express_become_text():
     failure = failures.failure_of(errors.CgtoolError("x", path=Path("/a"), expected={1: 2}, actual=[b"x", 1]))
     error = failure.to_json()["error"]
     assert (error["path"], error["expected"], error["actual"]) == ("/a", "{1: 2}", ["b'x'", 1])
@@ -74,9 +74,9 @@ USAGE = {
     "unknown command": (["wram"], "No such command 'wram'."),
     "unknown option": (["warm", "m.py:b", "--compile-size", "1"], "No such option '--compile-size'."),
     "no model": (["warm"], "Missing argument 'MODEL'."),
-    "argument without a value": (["warm", "m.py:b", "--arg", "num_layers"], "'num_layers' is no name=value."),
-    "argument that is no name": (["warm", "m.py:b", "--arg", "a-b=1"], "'a-b' cannot name an argument."),
-    "task given twice": (["warm", "m.py:b", "--task", "a", "--arg", "task=b"], "--arg gives a task too. Give it once."),
+    "argument without a value": (["warm", "m.py:b", "--arg", "num_layers"], "'num_layers' is not name=value."),
+    "invalid argument name": (["warm", "m.py:b", "--arg", "a-b=1"], "'a-b' is not a valid argument name."),
+    "task given twice": (["warm", "m.py:b", "--task", "a", "--arg", "task=b"], "--arg already sets the task."),
     "argument given twice": (["warm", "m.py:b", "--arg", "a=1", "--arg", "a=2"], "'a' is given twice. Give it once."),
     "weights": (["warm", "m.py:b", "--weights", "none"], "'none' is not one of 'fake', 'real'."),
     "rank": (["warm", "m.py:b", "--rank", "-1"], "-1 is not in the range x>=0."),
@@ -84,24 +84,24 @@ USAGE = {
     "size in words": (["warm", "m.py:b", "--compile-sizes", "all"], "'all' is none of these."),
     "torn JSON": (["warm", "m.py:b", "--compile-sizes", '{"batch": 1'], "it is not valid JSON"),
     "range that ends before it starts": (["warm", "m.py:b", "--compile-ranges", "16-1"], "--compile-ranges:"),
-    "required without a size": (["warm", "m.py:b", "--require", "n"], "'n' is no range of sizes."),
+    "required without a size": (["warm", "m.py:b", "--require", "n"], "'n' is not a range of sizes."),
     "required twice": (["warm", "m.py:b", "--require", "n=1", "--require", "n=2-3"], "'n' is given twice."),
     "level": (["warm", "m.py:b", "--level", "4"], "--level: level is 4: levels are 0 (NO_COMPILATION)"),
     "adaptor": (["warm", "m.py:b", "--adaptor", "inductr"], "--adaptor: adaptor is 'inductr'"),
     "op": (["warm", "m.py:b", "--splitting-ops", "attention"], "'attention' is none of these"),
-    "config that is no JSON": (["warm", "m.py:b", "--compilation-config", "level=3"], "it is not valid JSON"),
+    "config that is not JSON": (["warm", "m.py:b", "--compilation-config", "level=3"], "it is not valid JSON"),
     "unknown key": (
         ["warm", "m.py:b", "--compilation-config", '{"compile_size": [1]}'],
         "cgtool has no setting 'compile_size'; the nearest is 'compile_sizes'.",
     ),
-    "inductor config": (["warm", "m.py:b", "--inductor-config", "{max_autotune"], "is no JSON"),
-    "cache switched off": (["warm", "m.py:b", "--no-cache"], "The cache is switched off"),
-    "quiet and verbose": (["warm", "m.py:b", "-q", "-v"], "--quiet and --verbose exclude each other."),
+    "inductor config": (["warm", "m.py:b", "--inductor-config", "{max_autotune"], "is not valid JSON"),
+    "cache disabled": (["warm", "m.py:b", "--no-cache"], "The cache is switched off"),
+    "quiet and verbose": (["warm", "m.py:b", "-q", "-v"], "--quiet and --verbose are mutually exclusive."),
 }
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), USAGE.values(), ids=USAGE)
-def test_wrong_usage_is_a_sentence_and_for_programs_a_document(tmp_path, arguments, sentence):
+def test_usage_errors_as_text_and_as_json(tmp_path, arguments, sentence):
     env = {"CGTOOL_CACHE_DIR": str(tmp_path / "cache")}
     ran, document = (run(*arguments, *more, cwd=tmp_path, env=env) for more in ([], ["--json"]))
     assert (ran.code, document.code, ran.out) == (2, 2, "")
@@ -114,20 +114,20 @@ def test_wrong_usage_is_a_sentence_and_for_programs_a_document(tmp_path, argumen
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_switch_and_the_variable_both_switch_the_cache_off(tmp_path):
+def test_the_flag_and_the_variable_both_disable_the_cache(tmp_path):
     flag = run("warm", "m.py:b", "--no-cache", cwd=tmp_path)
     variable = run("warm", "m.py:b", cwd=tmp_path, env={"CGTOOL_DISABLE_CACHE": "1"})
     assert flag == variable
     assert flag.code == 2
 
 
-def test_a_traceback_shows_only_on_request(tmp_path):
+def test_a_traceback_is_printed_only_with_its_option(tmp_path):
     assert "Traceback" not in run("inspect", "cache", tmp_path / "x").err
     assert "Traceback (most recent call last)" in run("inspect", "cache", tmp_path / "x", "--traceback").err
 
 
 def _read_one_line(*arguments: object, **env: str) -> tuple[int, str, bytes]:
-    """Run with a reader that takes one line and goes away, as `| head -1` does."""
+    """Run with a reader that reads one line and closes the pipe, as `| head -1` does."""
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
     )
@@ -139,8 +139,8 @@ def _read_one_line(*arguments: object, **env: str) -> tuple[int, str, bytes]:
 
 
 @pytest.mark.parametrize("buffering", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_reader_that_goes_away_after_a_line_is_no_traceback(tmp_path, buffering):
-    for rank in range(100):  # more than a pipe holds
+def test_a_reader_that_closes_the_pipe_causes_no_traceback(tmp_path, buffering):
+    for rank in range(100):  # more than fits into a pipe
         lay_entry(tmp_path, rank=rank)
     code, err, line = _read_one_line("inspect", "cache", tmp_path, "--json", PYTHONUNBUFFERED=buffering)
     assert line == b"{\n"
@@ -148,7 +148,7 @@ def test_a_reader_that_goes_away_after_a_line_is_no_traceback(tmp_path, bufferin
     assert code == 141
 
 
-def test_a_reader_that_never_was_is_no_traceback(tmp_path):
+def test_a_pipe_without_a_reader_causes_no_traceback(tmp_path):
     lay_entry(tmp_path)
     for arguments in (("inspect", "cache", tmp_path), ("--help",), ("inspect", "cache", tmp_path / "x", "--json")):
         reading, writing = os.pipe()
@@ -169,7 +169,7 @@ def test_a_reader_that_never_was_is_no_traceback(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_the_output_is_a_sentence(tmp_path):
+def test_a_full_output_device_is_an_error(tmp_path):
     lay_entry(tmp_path)
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -182,10 +182,10 @@ def test_a_full_disk_under_the_output_is_a_sentence(tmp_path):
             timeout=60,
         )
     assert done.returncode == 1
-    assert done.stderr == "Error: No space left on device. Send the output elsewhere, or free some.\n"
+    assert done.stderr == "Error: No space left on device. Redirect the output elsewhere, or free some space.\n"
 
 
-def test_a_working_directory_that_is_gone_is_named(tmp_path):
+def test_a_deleted_working_directory_is_an_error(tmp_path):
     lay_entry(tmp_path / "cache")
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -200,12 +200,12 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path):
         timeout=60,
     )
     assert done.returncode == 1
-    words = "The working directory is gone: change to one that is there."
-    assert done.stderr == f"Error: No such file or directory. {words}\n"
+    advice = "The working directory no longer exists: change to one that does."
+    assert done.stderr == f"Error: No such file or directory. {advice}\n"
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
-def test_closed_streams_are_no_crash(tmp_path, closed):
+def test_closed_streams_do_not_crash(tmp_path, closed):
     lay_entry(tmp_path)
     command = " ".join([*COMMAND, "inspect", "cache", str(tmp_path), closed])
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), check=False)
@@ -213,23 +213,22 @@ def test_closed_streams_are_no_crash(tmp_path, closed):
     assert done.stderr == ""
 
 
-def test_a_stream_that_knows_only_ascii_shows_escapes(tmp_path):
+def test_an_ascii_stream_shows_escapes(tmp_path):
     lay_entry(tmp_path, model="größe")
     ran = run("inspect", "cache", tmp_path, env={"PYTHONIOENCODING": "ascii"})
     assert ran.code == 0
     assert "gr\\xf6\\xdfe" in ran.out
 
 
-def test_verbose_says_where_each_setting_comes_from(tmp_path):
+def test_verbose_shows_the_source_of_each_setting(tmp_path):
     ran = run("warm", tmp_path / "none.py:build", "--level", "2", "--verbose", env={"CGTOOL_COMPILE_SIZES": "8"})
-    said = [line for line in ran.err.splitlines() if line.startswith("cgtool.cli.settings: ")]
-    assert said == [
-        "cgtool.cli.settings: compile_sizes is [8], by the variable CGTOOL_COMPILE_SIZES",
-        "cgtool.cli.settings: level is 2, by --level",
+    assert [line for line in ran.err.splitlines() if line.startswith("cgtool.cli.settings: ")] == [
+        "cgtool.cli.settings: compile_sizes is [8], set by the variable CGTOOL_COMPILE_SIZES",
+        "cgtool.cli.settings: level is 2, set by --level",
     ]
 
 
-def test_torchs_own_log_handlers_are_hushed_and_no_other():
+def test_only_torchs_own_log_handlers_are_silenced():
     logger = logging.getLogger("torch.of_this_test")
     logger.handlers = [logging.StreamHandler(), logging.FileHandler(os.devnull, delay=True), logging.NullHandler()]
     for verbose, level in ((True, logging.NOTSET), (False, logging.ERROR)):

@@ -1,4 +1,4 @@
-"""`inspect cache` and `inspect graph`, run as a user runs them, on a cache that is laid down without a compiler."""
+"""`cgtool inspect cache` and `cgtool inspect graph`, on a cache that is created without a compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CACHE_KEYS = "schema root entries size_bytes warnings num_entries matching match
 ARTIFACT_KEYS = "piece_index shape adaptor tuned digest kind size_bytes compile_secs kernels guards proved proof_gap"
 
 
-def test_json_of_a_cache_has_the_promised_fields(tmp_path):
+def test_the_json_of_a_cache_has_the_documented_fields(tmp_path):
     hash_ = lay_entry(tmp_path)
     layout, name = CacheLayout(root=tmp_path), RankName(hash=hash_, rank=0, prefix="backbone")
     StateStore(layout).record_hit(name)
@@ -50,13 +50,13 @@ def test_a_cache_in_a_pipe_is_one_line_for_each_entry(tmp_path):
     assert lines[-1].startswith(f"2 entries in {tmp_path}, ")
 
 
-def test_the_roots_own_folder_is_taken_for_the_root(tmp_path):
+def test_the_folder_below_the_root_is_accepted_as_the_root(tmp_path):
     lay_entry(tmp_path)
     ran = run("inspect", "cache", tmp_path / "torch_compile_cache", "--json")
     assert ran.report["root"] == str(tmp_path)
 
 
-def test_a_path_that_is_not_there_fails(tmp_path):
+def test_a_missing_path_fails(tmp_path):
     ran = run("inspect", "cache", tmp_path / "nowhere")
     assert ran.code == 1
     assert ran.out == ""
@@ -65,10 +65,10 @@ def test_a_path_that_is_not_there_fails(tmp_path):
     )
 
 
-def test_a_path_and_a_cache_dir_exclude_each_other(tmp_path):
+def test_path_and_cache_dir_are_mutually_exclusive(tmp_path):
     ran = run("inspect", "cache", tmp_path, "--cache-dir", tmp_path)
     assert ran.code == 2
-    assert "PATH and --cache-dir name the same thing. Give one of them." in ran.err
+    assert "PATH and --cache-dir both name the cache. Give one of them." in ran.err
 
 
 def test_the_default_cache_is_empty_before_the_first_warm(tmp_path):
@@ -78,7 +78,7 @@ def test_the_default_cache_is_empty_before_the_first_warm(tmp_path):
     assert run("inspect", "cache", "--json", cwd=tmp_path).report["entries"] == []
 
 
-def test_the_variable_and_the_file_name_the_cache_that_is_inspected(tmp_path):
+def test_the_cache_is_taken_from_the_variable_or_the_configuration_file(tmp_path):
     lay_entry(tmp_path / "by_variable")
     lay_entry(tmp_path / "by_file", seed=1)
     (tmp_path / "cgtool.toml").write_text('cache_dir = "by_file"\n')
@@ -92,7 +92,7 @@ def test_the_variable_and_the_file_name_the_cache_that_is_inspected(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [("inspect", "cache"), ("inspect", "graph", "--cache-dir")], ids=["cache", "graph"]
 )
-def test_names_of_a_stranger_neither_colour_nor_move_the_terminal(tmp_path, arguments):
+def test_untrusted_names_are_escaped(tmp_path, arguments):
     lay_entry(tmp_path, model="[bold red]Evil\x1b[2J\u202e[/]")
     ran = run(*arguments, tmp_path)
     assert ran.code == 0
@@ -150,18 +150,18 @@ def test_json_of_a_graph(tmp_path):
     assert [piece["splitting"] for piece in pieces] == [False, True, False, True, False]
     assert len({piece["identity"] for piece in pieces}) == 4
     assert [len(piece["artifacts"]) for piece in pieces] == [1, 0, 1, 0, 1]
-    assert pieces[0]["ops"] == {"torch.sin": 1}  # reading a size is no op
+    assert pieces[0]["ops"] == {"torch.sin": 1}  # reading a size is not an op
     assert pieces[0]["inputs"] == [{"dtype": "float32", "shape": ["s0", 64], "stride": [64, 1], "device": "cpu"}]
 
 
 @pytest.mark.parametrize(("variant", "number"), [("0", 0), ("1", 1), ("decode", 1), ("prefill", 0)])
-def test_a_variant_goes_by_number_or_by_name(tmp_path, variant, number):
+def test_a_variant_can_be_chosen_by_number_or_name(tmp_path, variant, number):
     lay_entry(tmp_path)
     report = run("inspect", "graph", "--cache-dir", tmp_path, "--variant", variant, "--json").report
     assert report["variant"] == number
 
 
-def test_a_variant_that_is_not_there_lists_those_that_are(tmp_path):
+def test_an_unknown_variant_lists_the_known_ones(tmp_path):
     lay_entry(tmp_path)
     ran = run("inspect", "graph", "--cache-dir", tmp_path, "--variant", "2")
     assert ran.code == 2
@@ -172,7 +172,7 @@ def test_a_variant_that_is_not_there_lists_those_that_are(tmp_path):
     )
 
 
-def test_several_entries_and_none_named_lists_them(tmp_path):
+def test_an_ambiguous_entry_lists_the_entries(tmp_path):
     hashes = sorted(lay_entry(tmp_path, seed=seed) for seed in range(2))
     ran = run("inspect", "graph", "--cache-dir", tmp_path)
     assert ran.code == 2
@@ -182,7 +182,7 @@ def test_several_entries_and_none_named_lists_them(tmp_path):
     )
 
 
-def test_rank_and_prefix_tell_parts_of_one_entry_apart(tmp_path):
+def test_rank_and_prefix_choose_a_part_of_an_entry(tmp_path):
     hash_ = lay_entry(tmp_path)
     assert lay_entry(tmp_path, prefix="eagle_head") == hash_
     assert run("inspect", "graph", hash_, "--cache-dir", tmp_path).code == 2
@@ -191,7 +191,7 @@ def test_rank_and_prefix_tell_parts_of_one_entry_apart(tmp_path):
 
 
 @pytest.mark.parametrize("entry", ["ffff", "../..", "no hash"])
-def test_an_entry_that_is_not_there_lists_those_that_are(tmp_path, entry):
+def test_an_unknown_entry_lists_the_known_ones(tmp_path, entry):
     hash_ = lay_entry(tmp_path)
     ran = run("inspect", "graph", entry, "--cache-dir", tmp_path)
     assert ran.code == 2

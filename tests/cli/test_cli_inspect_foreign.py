@@ -1,4 +1,4 @@
-"""`inspect` on caches of other systems, run as a user runs it, on the samples of fixtures/caches."""
+"""`cgtool inspect` on caches of other systems, the samples of fixtures/caches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: unpack(name, folder) for name in SAMPLES}
 
 
-def _inspect(samples, *asked):
+def _inspect(samples, *runs):
     """Run `inspect cache` for each (sample, more arguments...)."""
-    return [run("inspect", "cache", samples[name], *rest) for name, *rest in asked]
+    return [run("inspect", "cache", samples[name], *rest) for name, *rest in runs]
 
 
 def test_each_sample_is_one_table_and_one_json_document(samples):
@@ -44,10 +44,10 @@ def test_each_sample_is_one_table_and_one_json_document(samples):
     assert rows["vllm"][1].split()[:8] == found.split()
     root = samples["vllm"] / "torch_compile_cache"
     total, deletion = rows["vllm"][-2:]
-    assert total == f"vLLM's cache (ranges): 3 entries in {root}, 1.6 MiB on the disk; 1 problem"
+    assert total == f"vLLM's cache (ranges): 3 entries in {root}, 1.6 MiB on disk; 1 problem"
     assert deletion.startswith("A hash folder may be removed whole: vLLM compiles it again. It takes no locks")
     assert rows["atom"][2].split()[:5] == ["9b41aa03d5", "model", "0", "1", "backbone"]
-    assert rows["torch_inductor"][-2].endswith(", 370.4 KiB on the disk")
+    assert rows["torch_inductor"][-2].endswith(", 370.4 KiB on disk")
     assert rows["triton"][1].split()[:5] == ["GH3I6RWKZUZXIUPED6PSHII…", "kernel", "-", "scale", "cuda:90"]
     assert rows["mega_cache"][2].split()[:2] == ["artifact", "what"]
     assert "1572951577: rank_0_0/backbone/vllm_compile_cache.py names files under" in tables[0].err.replace("\n", " ")
@@ -85,7 +85,7 @@ def test_entries_are_filtered_sorted_and_limited(samples):
     assert "names no field that entries of other systems have" in wrong.err.replace("\n", " ")
 
 
-def test_what_a_stranger_wrote_does_no_harm_on_a_terminal_or_in_json(tmp_path):
+def test_untrusted_names_are_escaped_in_a_listing(tmp_path):
     path = unpack("triton", tmp_path)
     harm = "\x1b[2J\u202e" + "x" * 10_000
     (path / SCALE / "__grp__scale.json").write_text('{"child_paths": {"\\u001b[2J\\u202e%s": "/x"}}' % ("x" * 10_000))
@@ -94,9 +94,9 @@ def test_what_a_stranger_wrote_does_no_harm_on_a_terminal_or_in_json(tmp_path):
     (path / SCALE / "x\nError: y.so").touch()
     table, document = (run("inspect", "cache", path, *rest) for rest in ([], ["--json"]))
     assert (table.code, document.code) == (0, 0)
-    for said in (table.out, table.err, document.out, document.err):
-        assert "\x1b[2J" not in said
-        assert "\u202e" not in said
+    for text in (table.out, table.err, document.out, document.err):
+        assert "\x1b[2J" not in text
+        assert "\u202e" not in text
     assert "Error:" in table.err
     assert not any(line.startswith("Error:") for line in table.err.splitlines())
     assert max(map(len, table.out.splitlines())) < 400
@@ -106,7 +106,7 @@ def test_what_a_stranger_wrote_does_no_harm_on_a_terminal_or_in_json(tmp_path):
     assert entry["factors"]["name"] == f"{harm[:5]}[bold]{'x' * 10_000}"
 
 
-def test_cgtools_own_cache_and_what_no_one_knows_go_the_usual_way(tmp_path):
+def test_cgtools_own_cache_is_listed_and_unknown_files_are_errors(tmp_path):
     hash_ = lay_entry(tmp_path / "own")
     (tmp_path / "file").write_bytes(b"hello")
     own, file, missing = (run("inspect", "cache", tmp_path / name, "--json") for name in ("own", "file", "missing"))
@@ -117,7 +117,7 @@ def test_cgtools_own_cache_and_what_no_one_knows_go_the_usual_way(tmp_path):
     assert "does not exist" in missing.report["error"]["message"]
 
 
-def test_a_folder_of_other_things_is_no_cache_and_an_empty_one_is_an_empty_cache(tmp_path):
+def test_an_empty_folder_is_an_empty_cache_and_a_folder_with_other_files_is_not(tmp_path):
     home, empty, begun = (tmp_path / name for name in ("home\x1b[2J", "empty", "begun"))
     (home / "Documents").mkdir(parents=True)
     (home / ".profile").write_text("export A=1\n")
@@ -126,12 +126,12 @@ def test_a_folder_of_other_things_is_no_cache_and_an_empty_one_is_an_empty_cache
     document, of_empty, of_begun = (run("inspect", "cache", path, "--json") for path in (home, empty, begun))
     by_variable = run("inspect", "cache", env={"CGTOOL_CACHE_DIR": str(home)})
     plain = [run("inspect", "cache", home), by_variable, run("verify", home)]
-    said = (
+    message = (
         f"{tmp_path}/home\\x1b[2J is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or "
         "Triton, and no mega-cache file. Name the cache's folder or file."
     )
-    assert (document.code, document.report["error"]["message"]) == (1, said)
-    assert [(ran.code, ran.out, ran.err) for ran in plain] == [(1, "", f"Error: {said}\n")] * 3
+    assert (document.code, document.report["error"]["message"]) == (1, message)
+    assert [(ran.code, ran.out, ran.err) for ran in plain] == [(1, "", f"Error: {message}\n")] * 3
     assert [(ran.code, ran.report["entries"]) for ran in (of_empty, of_begun)] == [(0, []), (0, [])]
 
 
@@ -141,15 +141,15 @@ def test_the_help_names_the_systems():
     assert "vLLM, ATOM, torch" in " ".join(ran.out.split())
 
 
-def inspected(*asked: tuple[object, ...]):
-    return [run("inspect", *arguments) for arguments in asked]
+def inspected(*runs: tuple[object, ...]):
+    return [run("inspect", *arguments) for arguments in runs]
 
 
 def artifact(cache: Path, name: str, **rest):
     return inspect_artifact(name, cache_dir=cache, **rest)
 
 
-def test_an_entry_of_vllms_says_what_is_compiled_and_what_is_not_recorded(samples):
+def test_an_entry_of_vllm_shows_its_coverage_and_what_is_not_recorded(samples):
     text, document, key = inspected(
         ("entry", "1572", "--cache-dir", samples["vllm"]),
         ("entry", "1572", "--cache-dir", samples["vllm"], "--json"),
@@ -187,7 +187,7 @@ def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
     assert "Holes:\n  rank 0_0 backbone, piece 1 for num_tokens=8\n" in text.out
 
 
-def test_an_entry_that_is_not_one_is_asked_for_again(samples):
+def test_an_ambiguous_or_unknown_entry_lists_the_entries(samples):
     for entry, what in ((None, "Several entries fit"), ("x", "No entry fits")):
         with pytest.raises(UsageError, match=what) as error:
             inspect_entry(entry, cache_dir=samples["vllm"])
@@ -207,14 +207,14 @@ def test_an_entry_that_is_not_one_is_asked_for_again(samples):
         ("compiled_artifact", None, 1),
     ],
 )
-def test_every_system_says_what_it_wrote_of_a_key_and_what_it_did_not(samples, sample, entry, factors):
+def test_the_key_of_every_system_shows_its_factors_and_what_is_not_recorded(samples, sample, entry, factors):
     report = inspect_key(entry, cache_dir=samples[sample])
     assert len(report.factors) == factors
     assert report.not_recorded.endswith(".")
     assert inspect_entry(entry, cache_dir=samples[sample]).not_recorded.endswith(".")
 
 
-def test_a_kernel_of_tritons_says_how_it_is_launched_and_what_it_takes(samples):
+def test_a_triton_kernel_shows_its_launch_parameters_and_resources(samples):
     text, document = inspected(
         ("artifact", "scale.cubin", "--cache-dir", samples["triton"]),
         ("artifact", f"{SCALE}/scale.cubin", "--cache-dir", samples["triton"], "--json"),
@@ -233,7 +233,7 @@ def test_a_kernel_of_tritons_says_how_it_is_launched_and_what_it_takes(samples):
     assert (report["entry"], report["artifact"]["path"], report["sources"]) == (SCALE, "scale.cubin", [])
 
 
-def test_of_a_kernel_whose_code_does_not_say_it_the_name_is_the_metadatas(samples):
+def test_the_name_of_a_kernel_is_taken_from_its_metadata_if_the_code_has_none(samples):
     report = artifact(samples["triton"], "add_one.hsaco")
     assert report.to_json()["kernels"] == [
         {"name": "add_one", "registers": None, "shared_bytes": None, "constant_bytes": None}
@@ -255,7 +255,7 @@ def test_of_a_kernel_whose_code_does_not_say_it_the_name_is_the_metadatas(sample
         ("compiled_artifact", "compiled_artifact", "cpp_fused_mul_silu_0"),
     ],
 )
-def test_the_code_that_inductor_generated_is_shown_wherever_it_lies(samples, sample, name, kernels):
+def test_code_that_inductor_generated_is_shown_for_every_system(samples, sample, name, kernels):
     report = artifact(samples[sample], name.replace("1572/", "1572951577/"))
     assert kernels in [kernel.name for kernel in report.kernels]
     assert all("import torch" in source.text for source in report.contents.sources)
@@ -263,7 +263,7 @@ def test_the_code_that_inductor_generated_is_shown_wherever_it_lies(samples, sam
     assert report.contents.warnings == ()
 
 
-def test_a_piece_of_vllms_is_named_as_one_of_cgtools_is(samples):
+def test_a_piece_of_vllm_is_named_like_one_of_cgtool(samples):
     assert artifact(samples["vllm"], "1572/4", shape="8", rank=0).artifact.path.endswith("range_8_8_subgraph_4")
     assert artifact(samples["vllm-old"], "1517/2").artifact.shape == {}
     for options, what in (
@@ -276,7 +276,7 @@ def test_a_piece_of_vllms_is_named_as_one_of_cgtools_is(samples):
             artifact(samples["vllm"], "1572/4", **options)
 
 
-def test_what_other_systems_wrote_is_only_looked_into(samples):
+def test_other_commands_refuse_caches_of_other_systems(samples):
     vllm, file = samples["vllm"], samples["mega_cache"]
     rans = inspected(("graph", "1572", "--cache-dir", vllm), ("graph", "--cache-dir", file))
     rans += [run("diff", vllm, vllm), run("verify", vllm / "torch_compile_cache")]
@@ -286,7 +286,7 @@ def test_what_other_systems_wrote_is_only_looked_into(samples):
         assert f"is a cache of another system ({system}), which cgtool only looks into" in ran.err
 
 
-def test_what_a_stranger_wrote_does_no_harm(tmp_path):
+def test_untrusted_text_is_escaped_in_entries_keys_and_artifacts(tmp_path):
     root = unpack("triton", tmp_path)
     harm = "\x1b[2J\u202e[bold]" + "x" * 10_000
     metadata = json.loads((root / SCALE / "scale.json").read_text())

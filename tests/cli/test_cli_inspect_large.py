@@ -1,4 +1,4 @@
-"""`inspect cache` on 10,000 artifacts: filters, orders, and bounds that leave room for a busy machine."""
+"""`cgtool inspect cache` on 10,000 artifacts: filters, sorting, and generous bounds on time and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ status = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
 usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps([status, time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss]))
 """
-#: Ten times what it takes where nothing else runs.
+#: Ten times what it takes on an idle machine.
 MOST_SECS = 5.0
 MOST_MIB = 150
 
@@ -50,7 +50,7 @@ def ran(root: Path) -> dict[str, Ran]:
     return {name: run("inspect", "cache", root, *arguments) for name, arguments in runs.items()}
 
 
-def test_every_entry_is_a_line_of_one_width(ran):
+def test_every_entry_is_a_line_of_the_same_width(ran):
     lines = ran["all"].out.splitlines()
     assert (ran["all"].code, ran["all"].err) == (0, "")
     assert lines[0].split() == [
@@ -65,7 +65,7 @@ def test_every_entry_is_a_line_of_one_width(ran):
     assert "; hits saved " in lines[-1]
 
 
-def test_json_holds_every_artifact(ran):
+def test_the_json_has_every_artifact(ran):
     report = ran["json"].report
     assert len(report["entries"]) == report["num_entries"] == report["matching"] == ENTRIES
     assert {len(entry["artifacts"]) for entry in report["entries"]} == {50}
@@ -74,20 +74,20 @@ def test_json_holds_every_artifact(ran):
     assert one["artifact_secs"] == pytest.approx(sum(artifact["compile_secs"] for artifact in one["artifacts"]))
     assert report["unshared_bytes"] == sum(entry["unshared_bytes"] for entry in report["entries"])
     assert report["saved_secs"] == pytest.approx(sum(entry["saved_secs"] for entry in report["entries"]))
-    assert report["matching_bytes"] < report["size_bytes"]  # the keys, which no rank owns
+    assert report["matching_bytes"] < report["size_bytes"]  # the keys do not belong to a rank
 
 
-def test_filters_are_all_to_be_passed(ran):
+def test_an_entry_must_match_all_filters(ran):
     report = ran["filtered"].report
-    # entry i of n was created n - i days ago, every third never used and the others half a day later
-    wanted = [i for i in range(ENTRIES) if i % len(MODELS) == 0 and ENTRIES - i - (0.5 if i % 3 else 0) > 30]
+    # entry i of n was created n - i days ago; every third was never used, the others were half a day later
+    expected = [i for i in range(ENTRIES) if i % len(MODELS) == 0 and ENTRIES - i - (0.5 if i % 3 else 0) > 30]
     assert {entry["model"] for entry in report["entries"]} == {"Llama-3.1-8B"}
-    assert report["matching"] == len(report["entries"]) == len(wanted)
+    assert report["matching"] == len(report["entries"]) == len(expected)
     assert report["num_entries"] == ENTRIES
     assert report["matching_bytes"] == sum(entry["size_bytes"] for entry in report["entries"])
 
 
-def test_orders_and_limits_leave_the_first(ran):
+def test_sorting_and_limits_select_the_first_entries(ran):
     report = ran["sorted"].report
     created = [entry["created"] for entry in report["entries"]]
     assert len(created) == 3
@@ -100,14 +100,14 @@ def test_orders_and_limits_leave_the_first(ran):
     assert lines[3].startswith(f"2 shown of {ENTRIES // 5} of {ENTRIES} entries in ")
 
 
-def test_a_filter_that_nothing_passes_shows_the_sum_alone(ran, root):
+def test_a_filter_without_matches_prints_only_the_total(ran, root):
     assert ran["none"].code == 0
     assert ran["none"].out.startswith(f"0 of {ENTRIES} entries in {root}, 0 B of ")
     assert ran["limit zero"].out.startswith(f"0 shown of {ENTRIES} entries in {root}, ")
     assert ran["none"].out.count("\n") == ran["limit zero"].out.count("\n") == 1
 
 
-def test_a_wrong_filter_order_or_limit_is_wrong_usage(ran):
+def test_an_invalid_filter_sort_field_or_limit_is_a_usage_error(ran):
     assert ran["wrong filter"].code == ran["wrong order"].code == ran["wrong limit"].code == 2
     error = ran["wrong filter"].report["error"]
     assert (error["type"], error["actual"]) == ("UsageError", "siez>1GB")
@@ -117,7 +117,7 @@ def test_a_wrong_filter_order_or_limit_is_wrong_usage(ran):
 
 @pytest.mark.parametrize("arguments", [[], ["--filter", "model~llama"], ["--json"]], ids=["all", "filtered", "json"])
 def test_it_takes_little_time_and_memory(root, arguments):
-    # A child counts the memory of who starts it until it runs a program of its own: so who starts this one is small.
+    # Until it calls exec, a child counts the memory of its parent, so a small process starts the command.
     command = [sys.executable, "-S", "-c", MEASURE, *COMMAND, "inspect", "cache", str(root), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
     status, secs, cpu_secs, most_kib = json.loads(done.stdout)
@@ -126,29 +126,29 @@ def test_it_takes_little_time_and_memory(root, arguments):
     assert most_kib / 1024 < MOST_MIB
 
 
-def test_an_entry_without_holes_says_so_and_one_with_a_torn_rank_does_not(tmp_path):
+def test_only_an_entry_without_torn_ranks_can_be_complete(tmp_path):
     names = make_cache(tmp_path, entries=1, artifacts_per_entry=6, ranks=2)
-    asked = ("inspect", "entry", "--cache-dir", tmp_path)
-    text, as_json = run(*asked), run(*asked, "--json")
+    command = ("inspect", "entry", "--cache-dir", tmp_path)
+    text, as_json = run(*command), run(*command, "--json")
     assert text.out.endswith(
         "shape         rank 0, 1 pieces 0-8 by 2\n"
         "general       proved\n"
         "num_tokens=8  proved\n"
         "\n"
         "6 artifacts for 20 rows, 3.0 KiB\n"
-        "No holes: every piece has every shape.\n"
+        "No holes: every piece covers every shape.\n"
     )
     assert as_json.report["complete"] is True
     manifest = CacheLayout(root=tmp_path).manifest_file(names[1])
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    text, as_json = run(*asked), run(*asked, "--json")
+    text, as_json = run(*command), run(*command, "--json")
     assert "No holes" not in text.out
     assert (as_json.report["complete"], as_json.report["holes"]) == (False, [])
     assert len(as_json.report["warnings"]) == 1
 
 
 @pytest.mark.parametrize("what", [["entry"], ["key"], ["graph"], ["artifact", "ab"]], ids=lambda what: what[0])
-def test_a_folder_that_is_none_or_holds_no_entry_is_a_sentence(tmp_path, what):
+def test_a_folder_without_entries_is_an_error(tmp_path, what):
     (tmp_path / "file").touch()
     for folder in ("nowhere", "file", "."):
         ran = run("inspect", *what, "--cache-dir", folder, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""`inspect entry`, `artifact`, `key` and the pictures of `graph`, run as a user runs them; nothing is compiled."""
+"""`cgtool inspect entry`, `artifact`, `key` and the pictures of `graph`; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def inspect(root: Path, *runs: tuple[object, ...]) -> list[Ran]:
     return [run("inspect", *arguments, "--cache-dir", root) for arguments in runs]
 
 
-def change(root: Path, hash_: str, made: dict[str, object], *, rank: int = 0) -> None:
-    """Change a manifest as a writer would."""
+def change(root: Path, hash_: str, changes: dict[str, object], *, rank: int = 0) -> None:
+    """Change fields of a manifest and seal it again."""
     layout = CacheLayout(root=root)
     name = RankName(hash=hash_, rank=rank, prefix="backbone")
     entry = read_entry(layout, name)
     assert entry is not None
-    layout.manifest_file(name).write_bytes(replace(entry.manifest, **made).to_bytes())
+    layout.manifest_file(name).write_bytes(replace(entry.manifest, **changes).to_bytes())
 
 
 def manifest_of(root: Path, hash_: str) -> Manifest:
@@ -74,13 +74,13 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
         "num_tokens=1  HOLE\n"
         "\n"
         f"3 artifacts for 4 rows, {size_text(sum(row.artifact.size_bytes for row in rows))}\n"
-        "Holes, which warming the model again fills:\n"
+        "Holes (warm the model again to fill them):\n"
         "  piece 2 for num_tokens=8 (variant 0, rank 0, backbone)\n"
         "  piece 4 for num_tokens=8 (variant 0, rank 0, backbone)\n"
         "  piece 0 for num_tokens=1 (variant 1, rank 0, backbone)\n"
         "  piece 2 for num_tokens=1 (variant 1, rank 0, backbone)\n"
         "  piece 4 for num_tokens=1 (variant 1, rank 0, backbone)\n"
-        "Served by another adaptor:\n"
+        "Compiled by another adaptor:\n"
         "  piece 2 for general (variant 0, rank 0, backbone) by inductor: a\\x1bb\n"
         "Not proved:\n"
         "  1 row: no inputs could be made\n"
@@ -105,11 +105,11 @@ def test_an_entry_is_shown_by_shape_and_piece_with_its_holes(tmp_path):
     assert cells[0] == {"shape": {}, "adaptor": "inductor_standalone", "tuned": False, **artifact}
     assert " ".join(artifact) == "digest kind size_bytes compile_secs kernels guards proved proof_gap"
     assert report["holes"][0] == {**there, "piece_index": 2, "shape": {"num_tokens": [8, 8]}}
-    told = {"piece_index": 2, "shape": {}, "adaptor": "inductor", "reason": "a\x1bb"}
-    assert report["fallbacks"] == [{**there, **told}]
+    fallback = {"piece_index": 2, "shape": {}, "adaptor": "inductor", "reason": "a\x1bb"}
+    assert report["fallbacks"] == [{**there, **fallback}]
 
 
-def test_ranks_that_are_alike_share_a_column_and_one_that_is_torn_is_a_warning(tmp_path):
+def test_equal_ranks_share_a_column_and_a_torn_rank_is_a_warning(tmp_path):
     hash_ = lay_entry(tmp_path)
     for rank in (1, 2):
         assert lay_entry(tmp_path, rank=rank) == hash_
@@ -128,7 +128,7 @@ def test_ranks_that_are_alike_share_a_column_and_one_that_is_torn_is_a_warning(t
     assert as_json.report["complete"] is False
 
 
-def test_an_entry_none_of_which_can_be_read_fails(tmp_path):
+def test_an_entry_without_a_readable_rank_fails(tmp_path):
     hash_ = lay_entry(tmp_path)
     manifest = CacheLayout(root=tmp_path).manifest_file(RankName(hash=hash_, rank=0, prefix="backbone"))
     manifest.write_text("{}")
@@ -136,7 +136,7 @@ def test_an_entry_none_of_which_can_be_read_fails(tmp_path):
     assert (ran.code, ran.report["error"]["type"]) == (1, "CacheCorruptError")
 
 
-def test_a_hash_that_fits_several_entries_or_none_lists_them(tmp_path):
+def test_an_ambiguous_or_unknown_hash_lists_the_entries(tmp_path):
     hashes = sorted(lay_entry(tmp_path, seed=seed) for seed in range(2))
     listed = "".join(f"  {hash_[:10]}\n" for hash_ in hashes)
     several, none, key, artifact = inspect(tmp_path, ("entry",), ("entry", "nothing"), ("key",), ("artifact", "zz/1"))
@@ -184,9 +184,9 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
         "Target: unknown\n"
         "Compiler: unknown\n"
         "\n"
-        "Serves:\n"
+        "Used by:\n"
         f"  {hash_[:10]} rank 0 backbone, variant 0, piece 2 for general\n"
-        "Relies on:\n"
+        "Guards:\n"
         "  s0 < 9\n"
     )
     assert by_digest.report == {
@@ -228,7 +228,7 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
     assert {ran.code for ran in (missing, unknown, ambiguous)} == {2}
 
 
-def test_an_artifact_whose_bytes_differ_is_refused(tmp_path):
+def test_an_artifact_with_a_wrong_digest_is_refused(tmp_path):
     hash_ = lay_entry(tmp_path)
     row = manifest_of(tmp_path, hash_).rows[0]
     path = ObjectStore(CacheLayout(root=tmp_path).entry_dir(hash_)).path(row.artifact.digest, row.artifact.kind)
@@ -256,12 +256,12 @@ def test_the_target_and_the_compiler_come_from_the_key(tmp_path):
     ran = inspect(tmp_path, ("artifact", digest))[0]
     assert ran.code == 0
     assert "Target:\n  cpu.machine: x86_64\\x1b[2J\nCompiler:\n  torch.version: 2.13.0\n  compiler: GCC 12\n" in ran.out
-    assert ran.err.startswith("Warning: ")  # the manifest is that of another folder
+    assert ran.err.startswith("Warning: ")  # the manifest is for another hash
     assert "No manifest names it.\n" in ran.out
 
 
 class Page(HTMLParser):
-    """Collects what a page would load or run."""
+    """Collects the tags and attributes of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Page(HTMLParser):
         self.attributes += attrs
 
 
-def test_a_graph_is_drawn_as_a_picture_and_as_a_page(tmp_path):
+def test_a_graph_can_be_written_as_svg_and_html(tmp_path):
     lay_entry(tmp_path, model=EVIL)
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
     ran = inspect(tmp_path, ("graph", "--svg", svg, "--html", html))[0]
@@ -284,9 +284,9 @@ def test_a_graph_is_drawn_as_a_picture_and_as_a_page(tmp_path):
     names = [box.findall(f"{SVG}text")[0].text for box in boxes]
     assert names == [
         "piece 0 · compiled for general",
-        "piece 1 · splitting as it stands",
+        "piece 1 · splitting, not compiled",
         "piece 2 · compiled for general",
-        "piece 3 · splitting as it stands",
+        "piece 3 · splitting, not compiled",
         "piece 4 · compiled for general",
     ]
     rects = [box.find(f"{SVG}rect") for box in boxes]
@@ -310,13 +310,13 @@ def test_a_graph_is_drawn_as_a_picture_and_as_a_page(tmp_path):
     assert "\x1b" not in svg.read_text() + html.read_text()
 
 
-def test_pieces_of_one_identity_have_one_colour_in_every_picture(tmp_path):
+def test_the_picture_is_deterministic(tmp_path):
     lay_entry(tmp_path)
     inspect(tmp_path, ("graph", "--svg", tmp_path / "a.svg"), ("graph", "--svg", tmp_path / "b.svg"))
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
     lay_entry(tmp_path)
     ran = inspect(tmp_path, ("graph", "--svg", tmp_path / "no" / "a.svg"))[0]
     assert (ran.code, ran.out) == (2, "")
@@ -326,7 +326,7 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["entry", "cache", "key", "artifact"])
-def test_names_of_a_stranger_are_escaped_and_cut(tmp_path, what):
+def test_untrusted_names_are_escaped_and_truncated(tmp_path, what):
     hash_ = lay_entry(tmp_path, model=EVIL)
     row = manifest_of(tmp_path, hash_).rows[0]
     change(tmp_path, hash_, {"rows": (with_artifact(row, guards=(EVIL,), proof_gap=EVIL),)})
@@ -340,7 +340,7 @@ def test_names_of_a_stranger_are_escaped_and_cut(tmp_path, what):
     assert "\x1b" not in as_json.out
 
 
-def test_on_a_terminal_a_stranger_neither_colours_nor_moves_it(tmp_path):
+def test_untrusted_text_cannot_control_a_terminal(tmp_path):
     hash_ = lay_entry(tmp_path, model=EVIL)
     row = manifest_of(tmp_path, hash_).rows[0]
     shown = {}

@@ -1,4 +1,4 @@
-"""`prune`, run as a user runs it, on a cache that is laid down without a compiler."""
+"""`cgtool prune`, on a cache that is created without a compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cli_harness import COMMAND, environment, run
 
 from cgtool.store.layout import CacheLayout, RankName
 from cgtool.store.leases import hold
-from cgtool.store.pruned import count_miss
+from cgtool.store.pruned import PrunedEntry, count_miss, note_pruned
 
 PLAN_KEYS = "schema root rules entries files kept misses size_bytes frees_bytes notes outcome"
 ENTRY_KEYS = "hash model ranks created last_used size_bytes frees_bytes units reasons instead"
@@ -28,7 +28,7 @@ def hashes(root):
 
 
 def run_on_terminal(*arguments, answer):
-    """Run `cgtool` on a terminal, type an answer (or interrupt it), and return (exit code, all that was shown)."""
+    """Run `cgtool` on a terminal, type an answer (or interrupt it), and return (exit code, output)."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)],
@@ -45,7 +45,7 @@ def run_on_terminal(*arguments, answer):
         shown += os.read(leader, 65536)
     if answer:
         os.write(leader, answer.encode())
-    while not answer and process.poll() is None:  # one that comes just before the read waits for the next
+    while not answer and process.poll() is None:  # a signal just before the read takes effect only with the next one
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):  # a second one during Python's own end would kill it
             process.wait(timeout=5)
@@ -63,16 +63,16 @@ def test_a_dry_run_shows_the_plan_and_changes_nothing(tmp_path):
     ran = run("prune", "--keep-last", "0", "--dry-run", "--cache-dir", tmp_path)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
-    assert lines[0].split() == ["hash", "model", "used", "size", "comes", "free", "why"]
+    assert lines[0].split() == ["hash", "model", "used", "size", "frees", "why"]
     assert lines[1].startswith(f"{hash_[:10]}  Tiny\\x1b[31m\\nModel  never")
     assert lines[1].endswith("it is not among the last 0 of its model")
-    assert lines[2] == "These will miss, until they are warmed again: Tiny\\x1b[31m\\nModel."
-    assert lines[3].startswith(f"1 entry of {tmp_path} would go; ")
+    assert lines[2] == "These models will miss until they are warmed again: Tiny\\x1b[31m\\nModel."
+    assert lines[3].startswith(f"Would remove 1 entry from {tmp_path}, freeing ")
     assert len(lines) == 4
     assert hashes(tmp_path) == {hash_}
 
 
-def test_yes_does_it_and_json_tells_the_plan_and_the_outcome(tmp_path):
+def test_yes_removes_without_asking_and_json_has_the_plan_and_the_outcome(tmp_path):
     kept, gone = lay_entry(tmp_path, seed=1), lay_entry(tmp_path, seed=2)
     ran = run("prune", "--entry", gone[:8], "--yes", "--json", "--cache-dir", tmp_path)
     assert (ran.code, ran.err) == (0, "")
@@ -88,11 +88,11 @@ def test_yes_does_it_and_json_tells_the_plan_and_the_outcome(tmp_path):
     assert hashes(tmp_path) == {kept}
 
 
-def test_in_a_pipe_it_asks_for_a_yes_and_removes_nothing(tmp_path):
+def test_in_a_pipe_it_needs_yes_and_removes_nothing(tmp_path):
     hash_ = lay_entry(tmp_path)
     ran = run("prune", "--keep-last", "0", "--cache-dir", tmp_path)
     assert (ran.code, ran.out) == (2, "")
-    assert "There is nobody to ask, for this is no terminal: give --yes" in ran.err
+    assert "Confirmation needs a terminal. Give --yes" in ran.err
     ran = run("prune", "--keep-last", "0", "--json", "--cache-dir", tmp_path)
     assert (ran.code, ran.report["error"]["exit_code"]) == (2, 2)
     assert hashes(tmp_path) == {hash_}
@@ -103,68 +103,66 @@ def test_on_a_terminal_it_asks_first(tmp_path, answer, left):
     lay_entry(tmp_path)
     code, shown = run_on_terminal("prune", "--keep-last", "0", "--cache-dir", tmp_path, answer=answer)
     assert code == 0
-    assert "come free." in shown
+    assert "Will remove 1 entry from" in shown
     assert ("Nothing was removed." in shown) == bool(left)
     assert ("Removed 1 entry" in shown) == (not left)
     assert len(hashes(tmp_path)) == left
 
 
-def test_ctrl_c_at_the_question_removes_nothing(tmp_path):
+def test_ctrl_c_at_the_prompt_removes_nothing(tmp_path):
     hash_ = lay_entry(tmp_path)
     code, _ = run_on_terminal("prune", "--keep-last", "0", "--cache-dir", tmp_path, answer="")
     assert code == 130
     assert hashes(tmp_path) == {hash_}
 
 
-def test_an_entry_in_use_stays_and_is_listed(tmp_path):
+def test_an_entry_in_use_is_kept_and_listed(tmp_path):
     hash_ = lay_entry(tmp_path)
     lease = hold(CacheLayout(root=tmp_path), RankName(hash=hash_, rank=0, prefix="backbone"))
     ran = run("prune", "--keep-last", "0", "--yes", "--cache-dir", tmp_path)
     assert (ran.code, ran.out) == (0, f"Nothing to remove in {tmp_path}.\n")
-    assert ran.err == f"Stays: {hash_[:10]} TinyModel: a live process uses it.\n"
+    assert ran.err == f"Kept: {hash_[:10]} TinyModel: a live process uses it.\n"
     lease.release()
 
 
-def test_misses_of_what_was_pruned_are_shown(tmp_path):
+def test_stats_show_the_misses_of_pruned_entries(tmp_path):
     hash_ = lay_entry(tmp_path)
-    facts = "ab" * 32
+    lookup = "ab" * 32
     layout = CacheLayout(root=tmp_path)
-    from cgtool.store.pruned import PrunedEntry, note_pruned
-
-    told = PrunedEntry(hash="cd" * 32, model="Gone", when="2026-01-01T00:00:00.000Z", why="it was named")
-    note_pruned(layout, {facts: [told]})
-    count_miss(layout, facts)
+    pruned = PrunedEntry(hash="cd" * 32, model="Gone", when="2026-01-01T00:00:00.000Z", why="it was named")
+    note_pruned(layout, {lookup: [pruned]})
+    count_miss(layout, lookup)
     ran = run("prune", "--stats", "--cache-dir", tmp_path)
     assert ran.code == 0
     assert ran.out.splitlines()[1].split()[:2] == ["cdcdcdcdcd", "Gone"]
-    assert ran.out.splitlines()[-1] == "1 miss that a prune caused."
+    assert ran.out.splitlines()[-1] == "Prunes caused 1 miss."
     report = run("prune", "--stats", "--json", "--cache-dir", tmp_path).report
     assert list(report) == ["schema", "root", "misses", "pruned"]
     assert (report["schema"], report["misses"]) == (2, 1)
-    assert report["pruned"][0]["entries"] == [msgspec.to_builtins(told)]
+    assert report["pruned"][0]["entries"] == [msgspec.to_builtins(pruned)]
     assert hashes(tmp_path) == {hash_}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--older-than", "30"), "'30' is not an age such as 30d, 12h or 90min."),
         (("--older-than", "-1d"), "'-1d' is not an age"),
         (("--max-size", "10XB"), "'10XB' is not a size such as 10GB or 512MiB."),
-        (("--max-size", "9" * 400), "'99999999999999999999'… is more than can be counted."),
-        (("--older-than", f"{'9' * 308}w"), "'99999999999999999999'… is more than can be counted."),
-        (("--entry", "../x"), "'../x' is not the beginning of a hash"),
+        (("--max-size", "9" * 400), "'99999999999999999999'… is too large."),
+        (("--older-than", f"{'9' * 308}w"), "'99999999999999999999'… is too large."),
+        (("--entry", "../x"), "'../x' is not a prefix of a hash"),
         (("--entry", "abc", "--dry-run"), "No entry begins with 'abc'"),
         (("--keep-last", "-1"), "-1 is not in the range"),
     ],
 )
-def test_wrong_usage_is_said(tmp_path, options, said):
+def test_usage_errors(tmp_path, options, message):
     ran = run("prune", *options, "--cache-dir", tmp_path)
     assert ran.code == 2
-    assert said in ran.err
+    assert message in ran.err
 
 
-def test_the_rules_are_told_as_they_were_read(tmp_path):
+def test_the_report_has_the_parsed_rules(tmp_path):
     orphan = CacheLayout(root=tmp_path).entry_dir(lay_entry(tmp_path)) / "artifacts" / f"{'0' * 64}.eager"
     orphan.write_bytes(b"x")
     options = ("--older-than", "1.5h", "--max-size", "512 MiB", "--orphans", "--dry-run", "--json")
@@ -183,7 +181,7 @@ def test_the_rules_are_told_as_they_were_read(tmp_path):
     assert (report["files"], report["outcome"]) == ([{"path": path, "kind": "artifact", "frees_bytes": 1}], None)
 
 
-def test_a_folder_that_is_not_there_fails(tmp_path):
+def test_a_path_that_is_not_a_cache_fails(tmp_path):
     ran = run("prune", "--dry-run", "--cache-dir", tmp_path / "nowhere")
     assert ran.code == 1
     assert ran.err == f"Error: {tmp_path}/nowhere does not exist. Name the folder of a cache.\n"
@@ -195,13 +193,13 @@ def test_a_folder_that_is_not_there_fails(tmp_path):
     )
 
 
-def test_the_default_cache_may_wait_for_its_first_warm(tmp_path):
+def test_a_missing_default_cache_has_nothing_to_remove(tmp_path):
     ran = run("prune", "--yes", env={"HOME": str(tmp_path)})
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("Nothing to remove in ")
 
 
-def test_json_is_json_whatever_the_model_is_called(tmp_path):
+def test_control_characters_in_a_model_name_are_escaped(tmp_path):
     lay_entry(tmp_path, model="\x07" * 10_000)
     ran = run("prune", "--keep-last", "0", "--dry-run", "--json", "--cache-dir", tmp_path)
     assert json.loads(ran.out)["entries"][0]["model"] == "\x07" * 10_000

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in the middle of a warm: real processes, exact codes, a cache that is as before or as after."""
+"""Ctrl-C and SIGTERM during a warm: exit codes, and a cache that stays consistent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNALS = {"Ctrl-C": (signal.SIGINT, 130, "Interrupted"), "SIGTERM": (signal.SIG
 
 
 def _signal_at(line_begins: str, number: int, *arguments: object, **env: str) -> tuple[int, str, str]:
-    """Start a warm, send it a signal once a line of its stderr begins so, and wait for its end."""
+    """Start a warm, send it a signal once a line of its stderr begins like this, and wait for its end."""
     running = start("warm", *arguments, env=env)
     running.says(line_begins)
     os.kill(running.pid, number)
@@ -30,11 +30,11 @@ def test_while_the_model_is_built(tmp_path, number, code, kind):
     assert returned == code
     assert out == ""
     assert "Traceback" not in err
-    assert "What was finished is kept and nothing is half done: run the same command again." in err
+    assert "Finished work is kept and nothing is left half-written: run the same command again to continue." in err
     assert list(tmp_path.iterdir()) == []
 
 
-#: A compiler of which each compile takes half a second, and one of which it takes twenty.
+#: A compiler that takes half a second for each piece, and one that takes twenty.
 WORDED = ("--adaptor", "worded", "--no-proof", "--inductor-config", '{"secs": 0.5}')
 INDUCTOR = ("--adaptor", "inductor_standalone")
 

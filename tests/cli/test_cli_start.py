@@ -1,4 +1,4 @@
-"""How the command starts: fast, without torch, with help that says enough, and man pages that say the same."""
+"""Start-up without torch, help texts and man pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS = dict(_all_commands())
 
 
 def _modules_after(*arguments):
-    """The names in sys.modules once the command has run in a process of its own."""
+    """Run the command in a new process; return its exit code and the names in sys.modules."""
     code = (
         "import json, sys\n"
         "from cgtool.cli.main import main\n"
@@ -47,7 +47,7 @@ def _modules_after(*arguments):
 
 
 @pytest.mark.parametrize("path", [*COMMANDS], ids=" ".join)
-def test_help_starts_without_torch_and_runs_no_command(path):
+def test_help_imports_neither_torch_nor_the_toolkit(path):
     code, modules = _modules_after(*path[1:], "--help")
     assert code == 0
     assert not modules.intersection(HEAVY)
@@ -65,27 +65,27 @@ def test_help_starts_without_torch_and_runs_no_command(path):
     ],
     ids=" ".join,
 )
-def test_what_only_reads_a_cache_needs_no_torch(tmp_path, arguments):
+def test_commands_that_only_read_a_cache_do_not_import_torch(tmp_path, arguments):
     hash_ = lay_entry(tmp_path)
     code, modules = _modules_after(*(word.format(hash=hash_) for word in arguments), "--cache-dir", tmp_path)
     assert code == 0
     assert not modules.intersection((*HEAVY, "zstandard"))
 
 
-def test_the_groups_help_loads_no_commands_module():
+def test_the_groups_help_imports_no_command():
     _, modules = _modules_after("--help")
     assert "cgtool.cli.warm" not in modules
     assert "cgtool.cli.inspect" not in modules
     assert "rich" not in modules
 
 
-def test_choosing_one_command_does_not_load_another():
+def test_a_command_does_not_import_another():
     _, modules = _modules_after("warm", "--help")
     assert "cgtool.cli.warm" in modules
     assert "cgtool.cli.inspect" not in modules
 
 
-def test_wrong_usage_of_warm_does_not_wait_for_torch():
+def test_a_usage_error_of_warm_does_not_import_torch():
     code, modules = _modules_after("warm", "model.py:build", "--compile-sizes", "none at all")
     assert code == 2
     assert not modules.intersection(HEAVY)
@@ -97,7 +97,7 @@ def test_version():
 
 
 @pytest.mark.parametrize("path", [*COMMANDS], ids=" ".join)
-def test_help_has_examples_that_start_with_the_command(path):
+def test_help_has_examples_of_the_command(path):
     ran = run(*path[1:], "--help")
     assert ran.code == 0
     assert ran.out.startswith(f"Usage: {' '.join(path)} ")
@@ -105,40 +105,40 @@ def test_help_has_examples_that_start_with_the_command(path):
     assert all(line.strip().startswith(" ".join(path)) for line in examples)
 
 
-def test_help_of_warm_says_that_it_runs_the_models_code():
+def test_the_help_of_warm_warns_that_it_runs_the_models_code():
     assert "This runs MODEL's code" in " ".join(run("warm", "--help").out.split())
 
 
 @pytest.mark.parametrize(
     "path", [path for path, command in COMMANDS.items() if not isinstance(command, click.Group)], ids=" ".join
 )
-def test_every_command_can_speak_json_and_be_quiet(path):
+def test_every_command_has_the_output_options(path):
     options = {option for parameter in COMMANDS[path].params for option in parameter.opts}
     assert {"--json", "--quiet", "--verbose", "--traceback"} <= options
 
 
-def test_no_command_is_a_usage_error_that_shows_the_help():
+def test_a_missing_command_is_a_usage_error_that_shows_the_help():
     ran = run()
     assert ran.code == 2
     assert ran.out == ""
     assert ran.err == run("--help").out
 
 
-def test_man_pages_say_what_the_parser_says():
+def test_man_pages_are_up_to_date():
     folder = REPO / "man"
     written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     assert written == manpage.pages(), "run: python -m cgtool.cli.manpage man/"
 
 
-@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff, which man has its pages set by")
-def test_man_finds_nothing_to_warn_of():
-    """`man --warnings` hands its word to groff; asked directly, groff answers without a terminal's locale."""
+@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
+def test_man_pages_have_no_groff_warnings():
+    """Calls groff directly, as `man --warnings` does, to be independent of the locale."""
     for path in sorted((REPO / "man").iterdir()):
         done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", path], capture_output=True, text=True, check=True)
         assert done.stderr == "", path.name
 
 
-def test_the_page_of_the_format_warns_and_holds_every_grammar():
+def test_the_page_on_the_format_starts_with_trust_and_has_every_grammar():
     text = manpage.pages()["cgtool-cache.5"]
     assert text.index("AN ARTIFACT IS CODE") < text.index(".SH THE TREE")
     for grammar in ("manifest.json plan.json", "VariantCounts: ", "Index: ", "signatures: ", "unit.json"):

@@ -1,4 +1,4 @@
-"""Text of strangers on a terminal, and figures for people."""
+"""Escaping of untrusted text, and formatting of sizes and times."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from cgtool.events import Event
         pytest.param("[bold]x[/]", "[bold]x[/]", id="markup stays text"),
     ],
 )
-def test_plain_spells_out_what_a_terminal_would_obey(given, shown):
+def test_plain_escapes_what_a_terminal_would_interpret(given, shown):
     assert text.plain(given) == shown
 
 
 @given(st.text())
-def test_plain_is_printable_whatever_goes_in(anything):
+def test_plain_is_always_printable(anything):
     assert text.plain(anything).isprintable()
 
 
 @given(st.text())
-def test_plain_with_lines_holds_nothing_else_than_printable_text_and_line_ends(anything):
+def test_plain_with_lines_has_only_printable_text_and_line_ends(anything):
     assert text.plain(anything, lines=True).replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(
     ("given", "shown"), [("", ""), ("a" * 60, "a" * 60), ("a" * 61, "a" * 59 + "…"), ("b" * 10_000, "b" * 59 + "…")]
 )
-def test_long_text_is_cut_and_says_so(given, shown):
+def test_long_text_is_truncated_with_an_ellipsis(given, shown):
     assert text.cut(given) == shown
 
 
@@ -96,7 +96,7 @@ def test_piece_indices(indices, shown):
         ("what", "never"),
     ],
 )
-def test_how_long_ago(stamp, shown):
+def test_relative_times(stamp, shown):
     assert text.ago_text(stamp, 86400.0) == shown
 
 
@@ -112,9 +112,9 @@ def test_an_event_is_one_plain_line(event, shown):
     assert line_of(event) == shown
 
 
-def test_many_reasons_are_cut_and_said_to_be():
+def test_a_long_list_ends_with_the_number_of_further_items():
     reasons = tuple(f"reason {number}" for number in range(20))
     shown = text.first(reasons, 8)
     assert tuple(shown[:-1]) == reasons[:8]
-    assert shown[-1] == "and 12 more, which --json shows"
+    assert shown[-1] == "and 12 more (shown by --json)"
     assert text.first(reasons[:9], 8) == [*reasons[:9]]

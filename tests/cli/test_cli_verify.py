@@ -1,4 +1,4 @@
-"""`cgtool verify` as a user meets it: words, exit codes and JSON, for caches that are whole, damaged and strange."""
+"""`cgtool verify`: text, exit codes and JSON, for intact, damaged and untrusted caches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spoil(root: Path) -> Path:
     return path
 
 
-def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> None:
+def test_an_intact_cache_as_a_table_and_as_json(cache_root: Path) -> None:
     hash_ = lay_entry(cache_root)
     ran = run("verify", "--cache-dir", cache_root)
     assert (ran.code, ran.err) == (3, "")  # this entry's variants are not all compiled
@@ -66,21 +66,21 @@ def test_a_whole_cache_is_verified_in_a_table_and_in_json(cache_root: Path) -> N
     assert (report["files"], report["ok"]) == (8, False)
 
 
-def test_what_load_refuses_because_others_may_write_it_is_not_called_optimal_and_not_opened(cache_root: Path) -> None:
+def test_an_entry_that_others_can_write_to_is_unsupported_and_not_opened(cache_root: Path) -> None:
     hash_ = lay_whole(cache_root)
     before = run("verify", hash_[:12], "--cache-dir", cache_root, "--json").report["entries"][0]["verdict"]
     (cache_root / "torch_compile_cache" / hash_ / "rank_0").chmod(0o777)
     ran = run("verify", hash_[:12], "--cache-dir", cache_root, "--load", "--json")
-    said = ran.report["entries"][0]["verdict"]
-    assert (ran.code, said["level"], ran.report["load"]["entries"]) == (3, "unsupported", [])
-    assert said["reasons"][0].startswith(f"Load refuses it (writable_by_others): {cache_root}")
-    assert said["reasons"][1:] == before["reasons"]
+    verdict = ran.report["entries"][0]["verdict"]
+    assert (ran.code, verdict["level"], ran.report["load"]["entries"]) == (3, "unsupported", [])
+    assert verdict["reasons"][0].startswith(f"Load refuses it (writable_by_others): {cache_root}")
+    assert verdict["reasons"][1:] == before["reasons"]
     shared = run("verify", hash_[:12], "--cache-dir", cache_root, "--json", env={"CGTOOL_ALLOW_SHARED_CACHE": "1"})
     assert shared.report["entries"][0]["verdict"] == before
 
 
-def test_an_entry_of_another_machine_fails_the_check_only_where_it_is_asked_for(tmp_path: Path) -> None:
-    """A cache that many machines fill is whole, whatever this one supports of it."""
+def test_an_entry_for_another_machine_fails_only_if_it_is_named_or_strict(tmp_path: Path) -> None:
+    """A cache that many machines fill is intact even if this machine supports only some of its entries."""
     cache, alone, bundle = tmp_path / "cache", tmp_path / "alone", tmp_path / "both.tar.zst"
     other = {"torch": {"version": "1.0.0"}}
     here, there = lay_whole(cache), lay_whole(cache, factors=other)
@@ -93,35 +93,36 @@ def test_an_entry_of_another_machine_fails_the_check_only_where_it_is_asked_for(
         there: "unsupported",
     }
     assert (table.code, report["ok"]) == (0, True)
-    assert f"{short(there)} is unsupported here:\n  - " in table.out
+    assert f"{short(there)} is unsupported on this machine:\n  - " in table.out
     assert table.out.splitlines()[-1].startswith(f"Verified 2 entries in {cache} (")
-    assert table.out.splitlines()[-1].endswith("; 1 of them is for other machines")
-    assert (named.code, named.out.splitlines()[-1][:32]) == (3, "Not verified: 1 entry of 1 (read")
+    assert table.out.splitlines()[-1].endswith("; 1 of them for other machines")
+    assert named.code == 3
+    assert named.out.splitlines()[-1].startswith("Verification failed: 1 entry of 1 (read")
     folder = CacheLayout(root=cache).entry_dir(there)
-    asked = [(folder,), (f"{cache}:{there[:12]}",), (cache, "--strict"), (alone,), (bundle,)]
-    assert [run("verify", *arguments).code for arguments in asked] == [3, 3, 3, 3, 3]
+    targets = [(folder,), (f"{cache}:{there[:12]}",), (cache, "--strict"), (alone,), (bundle,)]
+    assert [run("verify", *arguments).code for arguments in targets] == [3, 3, 3, 3, 3]
     assert run("verify", here[:12], "--cache-dir", cache, "--strict").code == 0
 
 
-def test_entries_that_are_unsupported_for_the_same_reasons_are_named_together(tmp_path: Path) -> None:
+def test_entries_that_are_unsupported_for_the_same_reasons_are_listed_together(tmp_path: Path) -> None:
     other = {"torch": {"version": "1.0.0"}}
     hashes = sorted(lay_whole(tmp_path, factors={**other, "source": number}) for number in range(10))
     out = run("verify", tmp_path).out
     named = ", ".join(short(hash_) for hash_ in hashes[:8])
-    assert f"\n{named} and 2 more are unsupported here:\n  - torch.version was " in out
-    assert out.count("unsupported here") == 1
+    assert f"\n{named} and 2 more are unsupported on this machine:\n  - torch.version was " in out
+    assert out.count("unsupported on this machine") == 1
 
 
-def test_the_process_that_opens_asks_what_load_asks_before_it_opens_anything(cache_root: Path) -> None:
+def test_the_opening_process_applies_the_trust_policy_before_it_opens_anything(cache_root: Path) -> None:
     name = RankName(hash=lay_whole(cache_root), rank=0, prefix="backbone")
     (cache_root / "torch_compile_cache").chmod(0o777)
-    said: list[Opening] = []
-    done = _open_all(CacheLayout(root=cache_root), name, said.append)
-    assert (said, done.opened, done.problems[0].path) == ([], 0, "")
+    openings: list[Opening] = []
+    done = _open_all(CacheLayout(root=cache_root), name, openings.append)
+    assert (openings, done.opened, done.problems[0].path) == ([], 0, "")
     assert done.problems[0].sentence.startswith(f"{cache_root}/torch_compile_cache is writable by everyone")
 
 
-def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
+def test_a_damaged_artifact_is_reported_with_exit_code_3(cache_root: Path) -> None:
     lay_entry(cache_root)
     path = spoil(cache_root)
     ran = run("verify", cache_root)
@@ -134,7 +135,7 @@ def test_a_damaged_artifact_is_named_with_exit_code_3(cache_root: Path) -> None:
     assert problem["path"] == str(path.relative_to(cache_root))
 
 
-def test_an_artifact_that_does_not_say_what_it_was_compiled_from_is_a_problem(cache_root: Path) -> None:
+def test_an_artifact_that_does_not_record_its_piece_is_a_problem(cache_root: Path) -> None:
     lay_entry(cache_root, marked=False)
     ran = run("verify", cache_root, "--json")
     (entry,) = ran.report["entries"]
@@ -143,15 +144,15 @@ def test_an_artifact_that_does_not_say_what_it_was_compiled_from_is_a_problem(ca
     assert all("does not record what it was compiled from" in problem["sentence"] for problem in entry["problems"])
 
 
-def test_ranks_of_the_world_that_are_missing_are_named(cache_root: Path) -> None:
+def test_missing_ranks_are_reported(cache_root: Path) -> None:
     hash_ = lay_entry(cache_root, rank=1)
     missing = run("verify", cache_root, "--json").report["entries"][0]["missing_ranks"]
     assert missing == [["backbone", 0]]
     ran = run("verify", cache_root, "--world-size", 2)
-    assert f"{short(hash_)} is unsupported here:\n  - Rank 0 is missing of a world of 2" in ran.out
+    assert f"{short(hash_)} is unsupported on this machine:\n  - Rank 0 is missing of a world of 2" in ran.out
 
 
-def test_a_strangers_model_name_does_no_harm_on_a_terminal(cache_root: Path) -> None:
+def test_an_untrusted_model_name_is_escaped_and_truncated(cache_root: Path) -> None:
     lay_entry(cache_root, model="\x1b]0;owned\x07\n[red]" + "x" * 10_000)
     ran = run("verify", cache_root)
     assert "\x1b" not in ran.out
@@ -161,22 +162,22 @@ def test_a_strangers_model_name_does_no_harm_on_a_terminal(cache_root: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "words"),
+    ("target", "code", "message"),
     [
         pytest.param("/nowhere/at/all", 1, "/nowhere/at/all does not exist", id="missing path"),
-        pytest.param(__file__, 3, "Use a file written by cgtool export", id="a file that is no bundle"),
+        pytest.param(__file__, 3, "Use a file written by cgtool export", id="a file that is not a bundle"),
         pytest.param("abcdef", 2, "No entry begins with 'abcdef'", id="unknown hash"),
     ],
 )
-def test_what_is_no_cache_is_said_in_a_sentence(cache_root: Path, target: str, code: int, words: str) -> None:
+def test_a_target_that_is_not_a_cache_is_an_error(cache_root: Path, target: str, code: int, message: str) -> None:
     lay_entry(cache_root)
     option = ["--cache-dir", cache_root] * (target == "abcdef")
     ran = run("verify", target, *option)
     assert (ran.code, ran.out) == (code, "")
-    assert words in ran.err
+    assert message in ran.err
 
 
-def test_a_bundle_is_judged_before_it_is_imported(tmp_path: Path) -> None:
+def test_a_bundle_can_be_verified_before_it_is_imported(tmp_path: Path) -> None:
     hash_ = lay_whole(tmp_path / "cache")
     bundle = tmp_path / "one.tar.zst"
     assert run("export", bundle, "--cache-dir", tmp_path / "cache").code == 0
@@ -194,7 +195,7 @@ def test_a_bundle_is_judged_before_it_is_imported(tmp_path: Path) -> None:
     assert ran.report["error"]["reason"]
 
 
-def test_options_that_contradict_each_other_are_wrong_usage(cache_root: Path) -> None:
+def test_contradicting_options_are_usage_errors(cache_root: Path) -> None:
     lay_entry(cache_root)
     for arguments in (("--model", "m:f"), ("--arg", "a=1", "--load"), (cache_root, cache_root), ("--world-size", 0)):
         ran = run("verify", *arguments)
@@ -203,17 +204,17 @@ def test_options_that_contradict_each_other_are_wrong_usage(cache_root: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (("--rank", "0"), "--rank speaks of a model, and none is named. Name it with --model."),
-        (("--load", "--arg", "n=1"), "--arg speaks of a model, and none is named. Name it with --model."),
-        (("--model", "m.py:build"), "--model says what --load loads and calls. Give --load too."),
+        (("--rank", "0"), "--rank needs a model. Name it with --model."),
+        (("--load", "--arg", "n=1"), "--arg needs a model. Name it with --model."),
+        (("--model", "m.py:build"), "--model needs --load. Give --load too."),
     ],
 )
-def test_options_of_a_model_need_the_model_and_the_load(options: tuple[str, ...], said: str) -> None:
+def test_options_of_a_model_need_a_model_which_needs_load(options: tuple[str, ...], message: str) -> None:
     ran = run("verify", *options)
     assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err.replace("\n", " ")
+    assert message in ran.err.replace("\n", " ")
 
 
 def test_an_empty_default_cache_has_nothing_to_verify(tmp_path: Path) -> None:
@@ -222,12 +223,12 @@ def test_an_empty_default_cache_has_nothing_to_verify(tmp_path: Path) -> None:
     assert "nothing to verify" in ran.out
 
 
-def test_ctrl_c_ends_a_check_at_once_with_130(cache_root: Path) -> None:
+def test_ctrl_c_ends_a_verification_at_once_with_130(cache_root: Path) -> None:
     lay_entry(cache_root)
     with min(cache_root.rglob("plan.json")).open("r+b") as file:
         file.truncate(1 << 38)
     manifest = min(cache_root.rglob("manifest.json"))
-    whole = {"sha256": "ab" * 32, "size_bytes": 1 << 38}  # a file that takes minutes to read
+    whole = {"sha256": "ab" * 32, "size_bytes": 1 << 38}  # reading it takes minutes
     manifest.write_bytes(resealed(manifest.read_bytes(), lambda record: record["files"].update({"plan.json": whole})))
     process = subprocess.Popen(
         [*COMMAND, "verify", str(cache_root)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -236,7 +237,7 @@ def test_ctrl_c_ends_a_check_at_once_with_130(cache_root: Path) -> None:
     while time.monotonic() < deadline and not _reads(process.pid, "plan.json"):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)  # the file would take longer on any machine
+    out, _ = process.communicate(timeout=60)  # reading the file would take longer on any machine
     assert (process.returncode, out) == (130, b"")
 
 
@@ -248,7 +249,7 @@ def _reads(pid: int, name: str) -> bool:
         return False
 
 
-def test_progress_shows_on_a_terminal_and_not_in_a_pipe(cache_root: Path) -> None:
+def test_progress_is_shown_on_a_terminal_but_not_in_a_pipe(cache_root: Path) -> None:
     lay_entry(cache_root)
     assert run("verify", cache_root).err == ""
     parent, child = pty.openpty()
@@ -282,21 +283,21 @@ def verified(root: Path, jobs: int) -> dict[str, Any]:
     return {name: value for name, value in report.items() if name != "secs"}
 
 
-def test_one_thread_and_two_find_the_same(large: Path) -> None:
+def test_one_and_two_threads_give_the_same_report(large: Path) -> None:
     two = verified(large, 2)
     assert two == verified(large, 1)
-    # of an entry the key, the manifest and three files of its rank; of a unit the record, and the artifact once more
+    # an entry: its key, its manifest, three more files of its rank, its artifacts; a unit: its record and its artifact
     assert two["files"] == ENTRIES * (5 + ARTIFACTS) + ENTRIES * ARTIFACTS * 2
     assert two["units"]["problems"] == []
     assert [problem for entry in two["entries"] for problem in entry["problems"]] == []
 
 
-def test_what_is_damaged_is_named_by_two_threads(large: Path) -> None:
+def test_two_threads_report_damaged_units(large: Path) -> None:
     record = min(large.rglob("unit.json"))
     artifact = max(path for path in (large / "torch_compile_cache" / "units").rglob("*.pt2"))
     for path in (record, artifact):
         data = path.read_bytes()
-        path.unlink()  # an artifact has a name in an entry, too
+        path.unlink()  # an entry has a hard link to the artifact
         path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
     problems = verified(large, 2)["units"]["problems"]
     assert {problem["path"] for problem in problems} == {str(path.relative_to(large)) for path in (record, artifact)}

@@ -1,4 +1,4 @@
-"""`cgtool warm` as a user runs it, on a small model and with the adaptor that needs no compiler."""
+"""`cgtool warm` on a small model, with the adaptor that needs no compiler."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def warm(factory, root, *arguments, **options):
 
 
 def tree(root):
-    """Every file under a folder with what would change if it were written to; stamps of use apart."""
+    """Return every file under a folder with its modification time, except the stamps of use."""
     return sorted((str(p), p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file() and "state" not in p.parts)
 
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory):
-    """A cache that was warmed once, from a folder of its own, and what that run said."""
+    """Warm a cache once, in its own folder; return the cache, the run and the folder."""
     folder = tmp_path_factory.mktemp("warmed")
     dump = json.dumps({"debug_dump_path": str(folder / "dump")})
     return folder / "cache", warm("build", folder / "cache", "--compilation-config", dump, cwd=folder), folder
 
 
-def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warmed):
+def test_the_first_warm_prints_a_table_and_the_commands_that_load_it(warmed):
     root, ran, folder = warmed
     assert ran.code == 0
     lines = ran.out.splitlines()
@@ -49,7 +49,7 @@ def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warme
         ["2", "num_tokens=1"],
     ]
     assert lines[7:9] == [
-        "Start from it in Python:",
+        "Load it in Python:",
         f"  import cgtool; model = cgtool.load(module, cache_dir='{root}')",
     ]
     started = subprocess.run(
@@ -65,7 +65,7 @@ def test_the_first_warm_ends_with_a_table_and_the_line_that_starts_from_it(warme
     assert started.stdout.startswith("tensor(")
 
 
-def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
+def test_progress_of_every_phase_is_plain_lines_on_stderr(warmed):
     _, ran, _ = warmed
     lines = ran.err.splitlines()
     assert [line.split(":")[0] for line in lines] == [
@@ -93,7 +93,7 @@ def test_progress_of_every_phase_goes_to_stderr_as_plain_lines(warmed):
     assert "\x1b" not in ran.err
 
 
-def test_graph_and_program_are_dumped_for_people_by_entry_and_rank_and_on_a_hit_too(warmed):
+def test_the_graph_and_the_program_are_dumped_by_entry_and_rank_even_on_a_hit(warmed):
     root, _, folder = warmed
     (entry,) = (root / "torch_compile_cache").glob("*/rank_0/backbone")
     assert warm("build", root, "--dump", "again", "--json", cwd=folder).report["hit"]
@@ -105,7 +105,7 @@ def test_graph_and_program_are_dumped_for_people_by_entry_and_rank_and_on_a_hit_
         }
 
 
-def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_entry_of_inspect(warmed):
+def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_same_entry_as_inspect(warmed):
     root, _, _ = warmed
     before = tree(root)
     ran = warm("build", root, "--json")
@@ -124,7 +124,7 @@ def test_a_second_warm_traces_and_compiles_nothing_and_reports_the_entry_of_insp
     assert all(" ".join(artifact) == ARTIFACT_KEYS for artifact in entry["artifacts"])
 
 
-def test_inspect_graph_shows_what_was_warmed(warmed):
+def test_inspect_graph_shows_the_warmed_pieces(warmed):
     root, _, _ = warmed
     report = run("inspect", "graph", "--cache-dir", root, "--json").report
     assert [piece["splitting"] for piece in report["pieces"]] == [False, True, False]
@@ -137,7 +137,7 @@ def test_check_of_a_warm_model_is_0_and_writes_nothing(warmed):
     before = tree(root)
     ran = warm("build", root, "--check")
     assert ran.code == 0
-    assert ran.out == f"{SAMPLE}:build is warm: the cache at {root} serves it.\n"
+    assert ran.out == f"{SAMPLE}:build is warm: the cache at {root} has a matching entry.\n"
     assert tree(root) == before
 
 
@@ -150,7 +150,7 @@ def test_check_of_a_warm_model_is_0_and_writes_nothing(warmed):
         pytest.param(["--arg", "width=16"], "first.weight", id="stale"),
     ],
 )
-def test_check_says_no_with_reasons_and_compiles_nothing(warmed, arguments, reason):
+def test_check_of_an_incomplete_or_stale_entry_gives_reasons_and_compiles_nothing(warmed, arguments, reason):
     root, _, _ = warmed
     before = tree(root)
     ran = warm("build", root, "--check", "--json", *arguments)
@@ -161,18 +161,18 @@ def test_check_says_no_with_reasons_and_compiles_nothing(warmed, arguments, reas
     assert tree(root) == before
 
 
-def test_check_of_a_cache_that_is_not_there_is_3_and_makes_no_folder(tmp_path):
+def test_check_of_a_missing_cache_is_3_and_creates_no_folder(tmp_path):
     ran = warm("build", tmp_path / "none", "--check", "--quiet")
     assert ran.code == 3
     assert ran.err == ""
     assert ran.out == (
-        f"{SAMPLE}:build is not warm. Run the same command without --check to make it so. Reasons:\n"
+        f"{SAMPLE}:build is not warm. Run the same command without --check to warm it. Reasons:\n"
         "  - nothing has been warmed for this model\n"
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_libraries_warn_of_shows_with_verbose_only(tmp_path):
+def test_warnings_of_libraries_are_hidden_by_default(tmp_path):
     ran = warm("chatty", tmp_path / "none", "--check")
     assert ran.code == 3
     assert "a library warns" not in ran.err
@@ -185,7 +185,7 @@ def test_quiet_leaves_stderr_empty(warmed):
     assert ran.out.startswith(f"{SAMPLE}:build was warm already: 4 artifacts in place, nothing traced or compiled.\n")
 
 
-def test_what_the_models_code_prints_stays_out_of_the_report(warmed):
+def test_output_of_the_models_code_and_of_libraries_goes_to_stderr_with_verbose(warmed):
     root, _, _ = warmed
     ran = warm("chatty", root, "--check", "--json", "--verbose")
     assert ran.report["schema"] == 2
@@ -196,16 +196,16 @@ def test_what_the_models_code_prints_stays_out_of_the_report(warmed):
 MODELS = {
     "no such file": ("missing.py:build", 1, "missing.py does not exist."),
     "no factory": (f"{SAMPLE}:nope", 1, f"{SAMPLE} has no factory nope."),
-    "no factory named": (str(SAMPLE), 2, "names no factory"),
+    "no factory named": (str(SAMPLE), 2, "Name its factory too"),
     "factory raises": (f"{SAMPLE}:raising", 1, "return undefined_name"),
     "factory ends the process": (f"{SAMPLE}:ending", 1, "sys.exit(0)"),
-    "factory returns no model": (f"{SAMPLE}:number", 1, "returned int"),
+    "factory returns something else": (f"{SAMPLE}:number", 1, "returned int"),
     "no module": ("no_such_module_anywhere:build", 1, "There is no module no_such_module_anywhere."),
 }
 
 
 @pytest.mark.parametrize(("model", "code", "sentence"), MODELS.values(), ids=MODELS)
-def test_a_model_that_cannot_be_had_is_a_sentence_and_writes_nothing(tmp_path, model, code, sentence):
+def test_a_model_that_cannot_be_built_is_an_error_and_writes_nothing(tmp_path, model, code, sentence):
     ran = run("warm", model, "--cache-dir", "cache", "--json", cwd=tmp_path)
     assert ran.code == code
     error = ran.report["error"]
@@ -216,7 +216,7 @@ def test_a_model_that_cannot_be_had_is_a_sentence_and_writes_nothing(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_splitting_op_that_is_nowhere_lists_the_graphs_ops(tmp_path):
+def test_a_splitting_op_that_is_not_in_the_graph_lists_the_graphs_ops(tmp_path):
     ran = warm("build", tmp_path / "cache", "--splitting-ops", "nope::attention", "--json")
     assert ran.code == 2
     error = ran.report["error"]
@@ -226,28 +226,28 @@ def test_a_splitting_op_that_is_nowhere_lists_the_graphs_ops(tmp_path):
     assert list(tmp_path.rglob("manifest.json")) == []
 
 
-def test_a_plain_size_of_two_dimensions_asks_which_is_meant(tmp_path):
+def test_a_plain_size_is_ambiguous_with_two_dynamic_dimensions(tmp_path):
     ran = warm("two_dims", tmp_path / "cache", "--compile-sizes", "8")
     assert ran.code == 2
     assert "2 dynamic dimensions (batch, seq)" in ran.err
 
 
-def test_without_a_cpp_compiler_the_default_says_what_to_do_and_eager_works(tmp_path):
-    """One sentence, and no entry that would serve every piece uncompiled."""
+def test_without_a_cpp_compiler_the_default_adaptor_fails_early_and_eager_works(tmp_path):
+    """One error, and no entry in which every piece falls back to eager."""
     root, env = tmp_path / "cache", {"PATH": str(tmp_path)}
     ran = run("warm", f"{SAMPLE}:plain", "--cache-dir", root, env=env)
     assert (ran.code, ran.out) == (2, "")
-    (said,) = [line for line in ran.err.splitlines() if line.startswith("Error: ")]
-    assert said == ran.err.splitlines()[-1]
-    # these words are of the look before the trace: torch finds the same after seconds of it, in words of its own
-    assert "'aot_inductor' needs a C++ compiler, and none works here (there is no g++)" in said
-    assert "Install one" in said
-    assert "--adaptor eager" in said
+    (message,) = [line for line in ran.err.splitlines() if line.startswith("Error: ")]
+    assert message == ran.err.splitlines()[-1]
+    # this is the message of the check before the trace: torch fails only seconds later, with its own message
+    assert "'aot_inductor' needs a C++ compiler, and none works here (there is no g++)" in message
+    assert "Install one" in message
+    assert "--adaptor eager" in message
     assert list(root.rglob("manifest.json")) == []
     assert warm("plain", root, env=env).code == 0
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+def test_a_cache_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("no folder")
     ran = warm("build", tmp_path / "file" / "cache", "--json")
     assert ran.code == 1
@@ -267,7 +267,7 @@ def test_a_cache_folder_without_permission_is_a_sentence(tmp_path):
     assert "permission denied" in ran.err
 
 
-def test_a_manifest_of_another_form_is_replaced_in_its_own_rank_and_prefix_with_a_warning(tmp_path):
+def test_an_invalid_manifest_is_replaced_with_a_warning_only_for_its_rank_and_prefix(tmp_path):
     root = tmp_path / "cache"
     place = ("--rank", "2", "--prefix", "head")
     report = warm("plain", root, *place, "--json").report

@@ -1,4 +1,4 @@
-"""`cgtool why` as a user runs it: a hit, misses with the guilty thing first, the line that mends them, its JSON."""
+"""`cgtool why`: a hit, misses with their reasons and the command that fixes them, and the JSON report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_DYNAMO = (
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory):
-    """A model's folder, in which it was warmed, and the hash of its entry."""
+    """Warm a model in its own folder; return the folder and the hash of the entry."""
     folder = tmp_path_factory.mktemp("why")
     (folder / "sample.py").write_text(SAMPLE.read_text())
     ran = run("warm", folder / "sample.py:build", "--adaptor", "eager", "--cache-dir", folder / "cache", "-q")
@@ -43,29 +43,38 @@ def files(folder):
 
 
 @pytest.mark.torch
-def test_a_hit_says_which_entry_writes_nothing_and_needs_no_dynamo(warmed):
+def test_a_hit_names_the_entry_writes_nothing_and_does_not_import_dynamo(warmed):
     folder, hash_ = warmed
     before = files(folder / "cache")
-    # A fake mode of torch imports Dynamo's settings by itself; a model with real weights needs none.
-    asked = (f"{folder}/sample.py:build", "--adaptor", "eager", "--cache-dir", f"{folder}/cache", "--weights", "real")
-    command = [sys.executable, "-c", NO_DYNAMO, "why", *asked, "--quiet"]
+    # torch's fake mode imports Dynamo's settings; real weights do not need it
+    arguments = (
+        f"{folder}/sample.py:build",
+        "--adaptor",
+        "eager",
+        "--cache-dir",
+        f"{folder}/cache",
+        "--weights",
+        "real",
+    )
+    command = [sys.executable, "-c", NO_DYNAMO, "why", *arguments, "--quiet"]
     done = subprocess.run(command, env=environment(), check=False, timeout=300, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{folder}/sample.py:build hits: Sample {hash_[:10]} (rank 0 backbone, made 20")
-    assert done.stdout.endswith(f", never used) in {folder}/cache serves it.\n")
+    entry = f"Sample {hash_[:10]} (rank 0 backbone, created 20"
+    assert done.stdout.startswith(f"{folder}/sample.py:build hits in {folder}/cache: {entry}")
+    assert done.stdout.endswith(", never used).\n")
     assert files(folder / "cache") == before
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("asking", [("why",), ("warm", "--check")])
-def test_who_only_asks_does_not_count_as_one_that_missed_what_was_pruned(warmed, tmp_path, asking):
+@pytest.mark.parametrize("command", [("why",), ("warm", "--check")])
+def test_queries_do_not_count_as_misses_of_a_pruned_entry(warmed, tmp_path, command):
     folder, _ = warmed
-    asked = (*asking, f"{folder}/sample.py:build", "--adaptor", "eager", "--cache-dir", tmp_path)
+    arguments = (*command, f"{folder}/sample.py:build", "--adaptor", "eager", "--cache-dir", tmp_path)
     shutil.copytree(folder / "cache", tmp_path, dirs_exist_ok=True)
     assert run("prune", "--cache-dir", tmp_path, "--max-size", "0", "--yes").code == 0
     (record,) = all_pruned(CacheLayout(root=tmp_path))
     before = files(tmp_path)
-    ran = run(*asked)
+    ran = run(*arguments)
     assert ran.code == 3
     assert f"ntry {record.entries[0].hash[:10]} " in ran.out
     assert "was pruned " in ran.out
@@ -74,7 +83,7 @@ def test_who_only_asks_does_not_count_as_one_that_missed_what_was_pruned(warmed,
 
 
 @pytest.mark.torch
-def test_an_edited_line_is_named_with_the_line_that_mends_it(warmed, tmp_path):
+def test_an_edited_line_is_shown_with_the_command_that_fixes_the_miss(warmed, tmp_path):
     folder, hash_ = warmed
     text = (folder / "sample.py").read_text()
     line = next(number for number, code in enumerate(text.splitlines(), start=1) if "unsqueeze(0)" in code)
@@ -99,35 +108,29 @@ def test_an_edited_line_is_named_with_the_line_that_mends_it(warmed, tmp_path):
 
 
 @pytest.mark.torch
-def test_a_size_that_was_not_compiled_is_named(warmed):
+def test_a_size_that_was_not_compiled_is_a_reason(warmed):
     folder, hash_ = warmed
-    asked = (
-        f"{folder}/sample.py:build",
-        "--adaptor",
-        "eager",
-        "--cache-dir",
-        f"{folder}/cache",
-        "--compile-sizes",
-        "8",
-    )
-    ran = run("why", *asked, "--quiet")
+    model = f"{folder}/sample.py:build"
+    arguments = (model, "--adaptor", "eager", "--cache-dir", f"{folder}/cache", "--compile-sizes", "8")
+    ran = run("why", *arguments, "--quiet")
     assert (ran.code, ran.err) == (3, "")
     lines = ran.out.splitlines()
-    assert lines[0].startswith(f"{asked[0]} misses. The nearest is Sample {hash_[:10]} (rank 0 backbone, made 20")
+    assert lines[0].startswith(f"{model} misses. The nearest entry, Sample {hash_[:10]} (rank 0 backbone, created 20")
+    assert lines[0].endswith(", does not match because:")
     assert lines[1:] == [
         "  - 2 artifacts are missing, for the shape num_tokens=8",
         "To make it hit, run:",
-        f"  cgtool warm {' '.join(asked)}",
+        f"  cgtool warm {' '.join(arguments)}",
     ]
 
 
-def test_a_cache_that_is_switched_off_is_wrong_usage():
+def test_a_disabled_cache_is_a_usage_error():
     ran = run("why", f"{SAMPLE}:build", env={"CGTOOL_DISABLE_CACHE": "1"})
     assert ran.code == 2
     assert "The cache is switched off" in ran.err
 
 
-def test_the_adaptor_is_one_reason_and_layers_that_say_the_same_are_another():
+def test_redundant_reasons_are_dropped_and_similar_ones_are_grouped():
     sentences = (
         'config.adaptor was "eager" and is "aot_inductor" now',
         "config.use_inductor was false and is true now",
@@ -159,20 +162,20 @@ def test_a_model_that_was_never_warmed_has_no_nearest_entry(monkeypatch):
     ]
 
 
-def test_an_entry_that_was_pruned_is_told_of(monkeypatch):
+def test_a_pruned_entry_is_reported_with_its_misses(monkeypatch):
     entry = PrunedEntry(hash="b" * 64, model="M", when="2026-01-31T12:00:00Z", why="not used for 31 days\x1b")
     gone = Pruned(lookup="c" * 64, entries=(entry,), misses=2, last_missed=1.0)
     report = WhyReport(root="/cache", hit=False, reasons=(), run="cgtool warm m", pruned=gone)
     assert shown(report, monkeypatch)[1] == (
-        "Entry bbbbbbbbbb of this model was pruned 2026-01-31T12:00:00Z (not used for 31 days\\x1b); it was missed 2 "
-        "times since."
+        "Entry bbbbbbbbbb of this model was pruned 2026-01-31T12:00:00Z (not used for 31 days\\x1b); it has been "
+        "missed 2 times since."
     )
     printed = json.loads(msgspec.json.encode(report))["pruned"]
     assert list(printed) == ["lookup", "entries", "misses", "last_missed"]
     assert printed["entries"] == [{"hash": "b" * 64, "model": "M", "when": entry.when, "why": entry.why}]
 
 
-def test_what_a_stranger_wrote_is_quoted_and_has_an_end(monkeypatch):
+def test_untrusted_text_is_escaped_and_truncated(monkeypatch):
     nearest = EntryFacts(
         hash="a" * 64, rank=0, prefix="backbone", model="E\x1b[2Jvil\n", created="2026\x07", last_used=None, hits=0
     )
@@ -180,9 +183,9 @@ def test_what_a_stranger_wrote_is_quoted_and_has_an_end(monkeypatch):
     report = WhyReport(root="/cache", hit=False, nearest=nearest, reasons=reasons)
     lines = shown(report, monkeypatch)
     assert lines[0].startswith(
-        "m.py:build misses. The nearest is E\\x1b[2Jvil\\n aaaaaaaaaa (rank 0 backbone, made 2026\\x07"
+        "m.py:build misses. The nearest entry, E\\x1b[2Jvil\\n aaaaaaaaaa (rank 0 backbone, created 2026\\x07"
     )
     assert all(line.isprintable() and len(line) < 500 for line in lines)
     assert len(lines) == 1 + 12 * (1 + 12 + 1) + 1
-    assert lines[-1] == "  and 8 more, which --all and --json show"
+    assert lines[-1] == "  and 8 more (shown by --all and --json)"
     assert len(shown(report, monkeypatch, everything=True)) == 1 + 20 * 21

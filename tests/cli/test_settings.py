@@ -1,4 +1,4 @@
-"""The sources of settings: their order, where files are looked for, and errors that name the source."""
+"""The sources of settings: their precedence, the search for files, and errors that name the source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cgtool.host import environment
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """A repository with a folder in it; nothing above it is looked at."""
+    """A repository with a folder in it; the search for files ends there."""
     root = tmp_path / "repo"
     (root / ".git").mkdir(parents=True)
     (root / "inner").mkdir()
@@ -33,7 +33,7 @@ def refusal(start: Path, *, variables=None, **given) -> str:
     return str(caught.value)
 
 
-def test_without_any_source_the_defaults_hold(repo):
+def test_without_any_source_the_defaults_apply(repo):
     assert settings(repo) == CompilationConfig()
 
 
@@ -60,11 +60,11 @@ def test_a_higher_source_wins_and_the_log_names_it(repo, highest, caplog):
         "--compilation-config, key compile_sizes",
         "--compile-sizes",
     ]
-    assert f"compile_sizes is [{highest + 1}], by {origins[highest]}" in caplog.messages
-    assert f'size_dim is "a", by {repo}/cgtool.toml, key size_dim' in caplog.messages
+    assert f"compile_sizes is [{highest + 1}], set by {origins[highest]}" in caplog.messages
+    assert f'size_dim is "a", set by {repo}/cgtool.toml, key size_dim' in caplog.messages
 
 
-def test_flags_that_were_not_given_say_nothing_and_text_is_parsed(repo):
+def test_absent_flags_are_ignored_and_text_is_parsed(repo):
     flags = {"level": None, "compile_sizes": "1,batch=2", "adaptor": "eager", "disable_cache": True}
     found = settings(repo, flags=flags)
     assert found == CompilationConfig(compile_sizes=[1, {"batch": 2}], adaptor="eager", disable_cache=True)
@@ -74,19 +74,19 @@ def test_an_empty_variable_counts_as_unset(repo):
     assert settings(repo, variables={"CGTOOL_COMPILE_SIZES": "", "CGTOOL_NO_SUCH": ""}) == CompilationConfig()
 
 
-def test_the_table_of_pyproject_is_read_from_a_folder_below(repo):
+def test_the_table_of_pyproject_is_found_from_a_folder_below(repo):
     (repo / "pyproject.toml").write_text('[project]\nname = "x"\n[tool.cgtool]\ncompile_sizes = [1, {batch = 2}]\n')
     found = settings(repo / "inner")
     assert found == CompilationConfig(compile_sizes=[1, {"batch": 2}])
 
 
-def test_the_nearest_file_is_the_only_one(repo):
+def test_only_the_nearest_file_is_read(repo):
     (repo / "cgtool.toml").write_text("level = 2\nsize_dim = 'a'\n")
     (repo / "inner" / "cgtool.toml").write_text("level = 1\n")
     assert settings(repo / "inner") == CompilationConfig(level=1)
 
 
-def test_a_pyproject_that_does_not_speak_of_cgtool_is_passed_by(repo):
+def test_a_pyproject_without_the_table_is_skipped(repo):
     (repo / "cgtool.toml").write_text("level = 2\n")
     (repo / "inner" / "pyproject.toml").write_text("[tool.other]\nlevel = 1\n")
     assert find_file(repo / "inner") == repo / "cgtool.toml"
@@ -106,7 +106,7 @@ def test_a_worktrees_git_file_ends_the_search_too(repo):
     assert find_file(repo / "inner") is None
 
 
-def test_the_working_directory_is_where_the_search_begins(repo, monkeypatch):
+def test_the_search_starts_at_the_working_directory(repo, monkeypatch):
     (repo / "cgtool.toml").write_text("level = 2\n")
     monkeypatch.chdir(repo / "inner")
     assert load_settings(env=environment({})).level == 2
@@ -118,13 +118,13 @@ def test_a_path_in_a_file_is_relative_to_the_file(repo):
     assert (config.cache_dir, config.debug_dump_path) == (str(repo / "caches/a"), "/abs")
 
 
-def test_a_home_in_a_file_is_the_users(repo, isolated_home):
+def test_a_tilde_in_a_file_is_the_users_home(repo, isolated_home):
     (repo / "cgtool.toml").write_text("cache_dir = '~/c'\n")
     assert settings(repo).cache_dir == str(isolated_home / "c")
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         pytest.param(
             {"variables": {"CGTOOL_COMPILE_SIZE": "1"}},
@@ -145,15 +145,15 @@ def test_a_home_in_a_file_is_the_users(repo, isolated_home):
         ),
     ],
 )
-def test_an_unknown_key_names_its_source_and_the_nearest(repo, given, says):
-    assert refusal(repo, **given) == says
+def test_an_unknown_key_names_its_source_and_the_nearest(repo, given, message):
+    assert refusal(repo, **given) == message
 
 
 def test_an_unknown_key_of_a_file_names_the_file(repo):
     (repo / "pyproject.toml").write_text("[tool.cgtool]\nsplit_ops = []\n")
     path = repo / "pyproject.toml"
-    says = f"{path}, key tool.cgtool.split_ops: cgtool has no setting 'split_ops'; the nearest is 'splitting_ops'."
-    assert refusal(repo) == says
+    message = f"{path}, key tool.cgtool.split_ops: cgtool has no setting 'split_ops'; the nearest is 'splitting_ops'."
+    assert refusal(repo) == message
 
 
 @pytest.mark.parametrize(
@@ -172,36 +172,30 @@ def test_a_wrong_value_names_its_source(repo, given, starts):
     assert refusal(repo, **given).startswith(starts)
 
 
-def test_a_wrong_value_of_a_lower_source_is_told_even_where_a_higher_one_wins(repo):
+def test_a_wrong_value_is_an_error_even_if_a_higher_source_overrides_it(repo):
     (repo / "cgtool.toml").write_text("level = 9\n")
     assert refusal(repo, flags={"level": 3}).startswith(f"{repo}/cgtool.toml, key level: level is 9")
 
 
 def test_a_contradiction_names_both_sources(repo):
     (repo / "cgtool.toml").write_text('splitting_ops = ["a::b"]\n')
-    said = refusal(repo, flags={"level": 2})
-    assert said.startswith("Level 2 does not split the graph")
-    assert said.endswith(f"(level: --level; splitting_ops: {repo}/cgtool.toml, key splitting_ops)")
+    message = refusal(repo, flags={"level": 2})
+    assert message.startswith("Level 2 does not split the graph")
+    assert message.endswith(f"(level: --level; splitting_ops: {repo}/cgtool.toml, key splitting_ops)")
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"level = ", "cannot be read"),
-        (b"\xff = 1", "cannot be read"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(repo, content, says):
+@pytest.mark.parametrize("content", [b"level = ", b"\xff = 1"])
+def test_a_file_that_cannot_be_read_is_named(repo, content):
     (repo / "cgtool.toml").write_bytes(content)
-    said = refusal(repo)
-    assert said.startswith(f"The configuration file {repo}/cgtool.toml {says}: ")
-    assert said.endswith("Correct it or move it away.")
+    message = refusal(repo)
+    assert message.startswith(f"The configuration file {repo}/cgtool.toml cannot be read: ")
+    assert message.endswith("Correct it or move it away.")
 
 
-def test_a_table_that_is_none_is_refused(repo):
+def test_a_value_that_is_not_a_table_is_refused(repo):
     (repo / "pyproject.toml").write_text("tool.cgtool = 3\n")
     assert refusal(repo) == (
-        f"In {repo}/pyproject.toml, tool.cgtool is 3 and must be a table. Write [tool.cgtool] and fields below it."
+        f"In {repo}/pyproject.toml, tool.cgtool is 3, not a table. Write [tool.cgtool] and the fields below it."
     )
 
 
@@ -211,7 +205,7 @@ def test_two_files_in_one_folder_are_refused(repo):
     assert refusal(repo).endswith("configure cgtool. Keep one of them.")
 
 
-def test_the_library_reads_no_file(repo, monkeypatch):
+def test_the_library_reads_no_configuration_file(repo, monkeypatch):
     (repo / "cgtool.toml").write_text("level = 1\n")
     monkeypatch.chdir(repo)
     assert CompilationConfig().level == 3

@@ -1,4 +1,4 @@
-"""The line that starts from what was warmed, as text; `test_cli_warm` runs one."""
+"""The commands that load a warmed model, as text; `test_cli_warm` runs one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def code_of(text):
     return code
 
 
-def test_what_is_default_is_left_out():
+def test_defaults_are_left_out():
     assert load_call("module", {"cache_dir": None, "rank": None, "prefix": None}) == "cgtool.load(module)"
     assert "spec = resolve_model('m.py:build', weights='real');" in code_of(line())
 
 
-def test_what_is_not_default_is_named():
+def test_other_values_are_passed():
     assert (
         load_call("m", {"cache_dir": "c", "rank": 1, "prefix": "p"})
         == "cgtool.load(m, cache_dir='c', rank=1, prefix='p')"
@@ -36,7 +36,7 @@ def test_what_is_not_default_is_named():
 
 
 @pytest.mark.parametrize("name", ["it's", 'a "b"', "$HOME", "`id`", "back\\slash", "bang!", "sp ace;rm"])
-def test_the_shell_finds_nothing_to_expand(name):
+def test_names_are_quoted_for_the_shell(name):
     (statement,) = [
         node for node in ast.walk(ast.parse(code_of(line(model=f"{name}.py:build")))) if isinstance(node, ast.Call)
         if getattr(node.func, "id", "") == "resolve_model"

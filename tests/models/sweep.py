@@ -1,11 +1,11 @@
-"""One base model of transformers, small: warmed with the `eager` adaptor, loaded, and held to eager's word.
+"""Warm a small base model of transformers with the `eager` adaptor, load it, and compare it with eager.
 
 An outcome is one of::
 
-    "served"           every size that was tried gave what eager gives
-    "eager: ..."       no small configuration was found that eager itself runs: why
-    "refused: ..."     cgtool says in a sentence why not
-    "defect: ..."      anything else: another answer, another error, a crash, no end
+    "served"           equals eager at every size that was tried
+    "eager: ..."       no small configuration runs in eager: why
+    "refused: ..."     cgtool's own error
+    "defect: ..."      anything else: a wrong result, another error, a crash, a timeout
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cgtool.models import resolve_model
 
 MOST_PARAMETERS = 300_000_000
 CONFIG = CompilationConfig(adaptor="eager", jobs=0)
-#: Sizes of the dynamic dimensions, by what `hf:` calls them, beside those of the example.
+#: Sizes of the dynamic dimensions, by the names that `hf:` gives them, besides those of the example.
 SIZES = (
     {"batch": 2, "images": 2, "seq": 9, "target": 3},
     {"batch": 3, "images": 3, "seq": 7, "target": 5},
@@ -39,7 +39,7 @@ SIZES = (
 
 
 def outcome(name: str, folder: Path) -> str:
-    """Return what came of an architecture (`model_type`); `folder` is empty and takes its config and its cache."""
+    """Return the outcome for an architecture (`model_type`); `folder` is empty and receives its config and cache."""
     spec, why = runnable(name, folder)
     if spec is None:
         return f"eager: {why}"
@@ -49,13 +49,13 @@ def outcome(name: str, folder: Path) -> str:
             loaded = cgtool.load(spec.module, cache_dir=folder / "cache")
     except CgtoolError as error:
         return f"refused: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever else it is, it should have been a sentence
+    except Exception as error:  # noqa: BLE001 - any other error is a defect
         return f"defect: {type(error).__name__}: {error}"
     return compared(spec, loaded)
 
 
 def outcome_apart(name: str, folder: Path, *, limit_secs: float) -> str:
-    """Return the outcome, found in a process of its own that may crash or hang."""
+    """Return the outcome, determined in a separate process that may crash or hang."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sweep"])
     report = folder / "outcome.txt"
@@ -75,26 +75,26 @@ def _write_outcome(name: str, folder: Path, report: Path) -> None:
 
 
 def runnable(name: str, folder: Path) -> tuple[ModelSpec | None, str]:
-    """Return the smallest of the architecture's small models that eager runs, with real weights."""
-    said = ""
+    """Return the smallest candidate of the architecture that runs in eager, with real weights; else None and why."""
+    why = ""
     for fields in tiny_configs.candidates(CONFIG_MAPPING[name]):
         (folder / "config.json").write_text(json.dumps(fields))
         try:
             if sum(weight.numel() for weight in resolve_model(f"hf:{folder}").module.parameters()) > MOST_PARAMETERS:
-                said = said or "it has no small configuration"
+                why = why or "it has no small configuration"
                 continue
             spec = resolve_model(f"hf:{folder}", weights="real")
             with torch.no_grad():
                 spec.module(**copy.deepcopy(spec.calls[0].kwargs))
-        except Exception as error:  # noqa: BLE001 - a configuration that does not hold together fails in any way
-            said = said or f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - an inconsistent configuration may fail in any way
+            why = why or f"{type(error).__name__}: {error}"
         else:
             return spec, ""
-    return None, said
+    return None, why
 
 
 def _above_one(spec: ModelSpec) -> ModelSpec:
-    """Return a spec of one variant: sizes from 2."""
+    """Restrict a spec to sizes from 2, which gives it a single variant."""
     named = {
         parameter: {
             dim: (name, 2, None) if isinstance(name, str) else (name[0], 2, name[2]) for dim, name in of.items()
@@ -105,13 +105,13 @@ def _above_one(spec: ModelSpec) -> ModelSpec:
 
 
 def compared(spec: ModelSpec, loaded: Any, *, tolerance: float = 1e-4) -> str:
-    """Call both at every size; a size that was not warmed for is refused, and the example's must be served."""
+    """Compare both at every size. A refusal is fine except for the sizes of the example."""
     for index, sizes in enumerate(({}, *SIZES)):
         kwargs = _resized(spec, sizes)
         with torch.no_grad():
             try:
                 expected = _seeded(spec.module, kwargs)
-            except Exception:  # noqa: BLE001 - a size that the model itself does not run at, which it says as it likes
+            except Exception:  # noqa: BLE001 - the model itself does not run at this size
                 continue
             try:
                 got = _seeded(loaded, kwargs)
@@ -131,8 +131,8 @@ def compared(spec: ModelSpec, loaded: Any, *, tolerance: float = 1e-4) -> str:
 def _resized(spec: ModelSpec, sizes: dict[str, int]) -> dict[str, Any]:
     resized = dict(spec.calls[0].kwargs)
     for parameter, dims in spec.dynamic.items():
-        for dim, said in dims.items():
-            name, _, most = (said, 1, None) if isinstance(said, str) else said
+        for dim, dynamic in dims.items():
+            name, _, most = (dynamic, 1, None) if isinstance(dynamic, str) else dynamic
             was = resized[parameter].shape[dim]
             size = min(sizes.get(name, was), most or was * 8)
             resized[parameter] = resized[parameter].index_select(

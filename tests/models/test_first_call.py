@@ -1,4 +1,4 @@
-"""What transformers does at a model's first call alone: hooks on its layers, where hidden states are asked for."""
+"""transformers installs hooks on a model's layers at its first call if hidden states are requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import cgtool  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0)
-ASKED = {"output_hidden_states": True, "use_cache": False}
+KWARGS = {"output_hidden_states": True, "use_cache": False}
 
 
 def model():
@@ -24,18 +24,18 @@ def model():
     return transformers.LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("ran_before", [False, True])
-def test_hidden_states_are_those_of_eager_whether_hooks_were_installed_by_then(tmp_path, ran_before):
+def test_hidden_states_equal_eager_whether_or_not_hooks_are_installed_before_the_load(tmp_path):
     ids = torch.arange(6)[None]
     with torch.no_grad():
         options = {"dynamic": {"input_ids": {1: ("seq", 2, None)}}, "config": CONFIG, "cache_dir": tmp_path}
-        cgtool.compile(model(), example_args=(ids,), example_kwargs=ASKED, **options)
-        live = model()
-        if ran_before:
-            live(ids, **ASKED)
-        loaded = cgtool.load(live, config=CONFIG, cache_dir=tmp_path)
-        for given in (ids, ids[:, :4]):
-            expected, found = model()(given, **ASKED), loaded(given, **ASKED)
-            assert len(found.hidden_states) == 3
-            torch.testing.assert_close(found.hidden_states, expected.hidden_states)
-            torch.testing.assert_close(found.logits, expected.logits)
+        cgtool.compile(model(), example_args=(ids,), example_kwargs=KWARGS, **options)
+        for ran_before in (False, True):
+            live = model()
+            if ran_before:
+                live(ids, **KWARGS)
+            loaded = cgtool.load(live, config=CONFIG, cache_dir=tmp_path)
+            for tokens in (ids, ids[:, :4]):
+                expected, got = model()(tokens, **KWARGS), loaded(tokens, **KWARGS)
+                assert len(got.hidden_states) == 3
+                torch.testing.assert_close(got.hidden_states, expected.hidden_states)
+                torch.testing.assert_close(got.logits, expected.logits)

@@ -1,4 +1,4 @@
-"""`resolve_model` on files and modules of the user: what is built, under which name, and how it goes wrong."""
+"""`resolve_model` on the user's files and modules: what is built, module names, and errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GOOD = (
 
 @pytest.fixture
 def clean_imports():
-    """What a resolution leaves in this process is its command's; take it back between tests."""
+    """Undo the imports of a resolution, which a command leaves in its process."""
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -66,7 +66,7 @@ def clean_imports():
 
 @pytest.fixture
 def write(tmp_path, clean_imports):
-    """Write a file of the user's under a name that no other test imports."""
+    """Write a user's file under a name that no other test imports."""
 
     def write(source, name=None):
         file = tmp_path / (name or f"user_model_{next(_numbers)}.py")
@@ -78,7 +78,7 @@ def write(tmp_path, clean_imports):
 
 
 def line_of(file: Path, text: str) -> str:
-    """`path:line` of the only line that holds `text`."""
+    """Return `path:line` of the only line that contains `text`."""
     (number,) = [number for number, line in enumerate(file.read_text().splitlines(), 1) if text in line]
     return f"{file}:{number}"
 
@@ -89,7 +89,7 @@ def tensors_of(spec):
 
 
 class TestWhatIsBuilt:
-    def test_by_default_everything_is_fake_and_of_one_mode(self, write):
+    def test_by_default_all_tensors_are_fake_and_of_one_mode(self, write):
         spec = resolve_model(f"{write(GOOD)}:build")
         assert isinstance(spec, ModelSpec)
         assert [is_fake(tensor) for tensor in tensors_of(spec)] == [True] * 4
@@ -101,7 +101,7 @@ class TestWhatIsBuilt:
         assert not any(is_fake(tensor) for tensor in tensors_of(spec))
         assert spec.module(*spec.calls[0].args).shape == (2, 4)
 
-    def test_the_module_comes_in_eval_mode_with_its_parameters_as_they_were(self, write):
+    def test_the_module_is_in_eval_mode_and_its_parameters_still_require_gradients(self, write):
         spec = resolve_model(f"{write(GOOD)}:build")
         assert not spec.module.training
         assert not spec.module.linear.training
@@ -111,18 +111,18 @@ class TestWhatIsBuilt:
         spec = resolve_model(f"{write(GOOD)}:build", factory_args={"width": 8}, weights="real")
         assert spec.module.linear.weight.shape == (8, 8)
 
-    def test_a_pair_becomes_a_spec_where_nothing_is_dynamic(self, write):
+    def test_a_pair_becomes_a_spec_without_dynamic_dimensions(self, write):
         spec = resolve_model(f"{write(GOOD)}:pair")
         assert [call.name for call in spec.calls] == ["default"]
         assert spec.calls[0].args[0].shape == (2, 4)
         assert spec.dynamic == {}
         assert spec.splitting_ops is None
 
-    def test_the_caller_may_say_what_is_dynamic(self, write):
+    def test_the_caller_can_override_the_dynamic_dimensions(self, write):
         spec = resolve_model(f"{write(GOOD)}:pair", dynamic={"x": {0: ("batch", 1, 8)}})
         assert spec.dynamic == {"x": {0: ("batch", 1, 8)}}
 
-    def test_the_default_dtype_holds_inside_the_factory_alone(self, write):
+    def test_the_default_dtype_is_set_only_inside_the_factory(self, write):
         before = torch.get_default_dtype()
         for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
             spec = resolve_model(f"{write(GOOD)}:build", dtype=dtype)
@@ -133,16 +133,16 @@ class TestWhatIsBuilt:
         assert torch.get_default_dtype() == before
 
     @pytest.mark.parametrize("weights", ["fake", "real"])
-    def test_the_default_device_holds_inside_the_factory_alone(self, write, weights):
+    def test_the_default_device_is_set_only_inside_the_factory(self, write, weights):
         spec = resolve_model(f"{write(GOOD)}:build", device="cpu", weights=weights)
         assert {tensor.device.type for tensor in tensors_of(spec)} == {"cpu"}
         assert torch.ones(1).device.type == "cpu"
 
-    def test_no_mode_stays_behind(self, write):
+    def test_no_fake_mode_stays_active(self, write):
         resolve_model(f"{write(GOOD)}:build")
         assert not is_fake(torch.ones(1))
 
-    def test_tensors_made_outside_of_the_factory_become_fake_and_tied_weights_stay_tied(self, write):
+    def test_tensors_created_outside_the_factory_become_fake_and_tied_weights_stay_tied(self, write):
         source = (
             HEAD
             + """
@@ -180,9 +180,9 @@ class TestWhatIsBuilt:
         with torch.device("meta"):
             module = nn.LSTM(4, 4)
         make_fake(module, new_fake_mode(), torch.device("cpu"))
-        assert not module._weights_have_changed()  # else its first call would take them anew, a side effect
+        assert not module._weights_have_changed()  # otherwise its first call would flatten them again, a side effect
 
-    def test_what_the_user_prints_stays_off_standard_output(self, write, capsys):
+    def test_output_of_the_users_code_goes_to_stderr(self, write, capsys):
         file = write("print('imported')\n" + dedent(GOOD) + "\ndef loud():\n    print('called')\n    return build()\n")
         resolve_model(f"{file}:loud")
         captured = capsys.readouterr()
@@ -193,7 +193,7 @@ class TestWhatIsBuilt:
         "conversion",
         ["to(torch.bfloat16)", "half()", "double().to('cpu')", "to(memory_format=torch.channels_last)"],
     )
-    def test_a_factory_may_convert_what_it_built(self, write, conversion):
+    def test_a_factory_can_convert_the_module_it_built(self, write, conversion):
         file = write(
             HEAD
             + f"""
@@ -248,7 +248,7 @@ class TestNames:
         assert type(spec.module).__module__ == file.stem
         assert str(file.parent) in sys.path
 
-    def test_a_relative_path_means_the_working_directory(self, write, monkeypatch):
+    def test_a_relative_path_is_relative_to_the_working_directory(self, write, monkeypatch):
         file = write(GOOD)
         monkeypatch.chdir(file.parent)
         assert type(resolve_model(f"{file.name}:build").module).__module__ == file.stem
@@ -266,7 +266,7 @@ class TestNames:
             resolve_model(f"{file}:build")
         assert caught.value.actual == threading.__file__
 
-    def test_a_stem_that_no_import_can_spell_is_refused(self, write):
+    def test_a_file_name_that_is_not_an_identifier_is_refused(self, write):
         with pytest.raises(UsageError, match="Rename"):
             resolve_model(f"{write(GOOD, 'model.v2.py')}:build")
 
@@ -275,15 +275,15 @@ class TestWrongText:
     @pytest.mark.parametrize(
         "text", ["", "model", "model.py", "a.b.c", ":build", "package.module:", "with space:build"]
     )
-    def test_what_is_no_model_says_what_one_is(self, text):
+    def test_a_malformed_model_lists_the_valid_forms(self, text):
         with pytest.raises(UsageError, match=r"path/to/file\.py:factory, package\.module:factory, or hf:PATH"):
             resolve_model(text)
 
-    def test_a_file_without_factory_is_told_how(self):
-        with pytest.raises(UsageError, match=r"write nets/a\.py:build"):
+    def test_a_file_without_a_factory_shows_how_to_name_it(self):
+        with pytest.raises(UsageError, match=r"for example nets/a\.py:build"):
             resolve_model("nets/a.py")
 
-    def test_no_such_file_names_the_nearest(self, write):
+    def test_a_missing_file_suggests_the_nearest(self, write):
         file = write(GOOD)
         wrong = file.with_name(file.name.replace("model", "modle"))
         with pytest.raises(ModelError, match=rf"{wrong} does not exist\. Did you mean {file.name}\?") as caught:
@@ -299,11 +299,11 @@ class TestWrongText:
         ],
         ids=["no such folder", "a folder", "no such module"],
     )
-    def test_what_is_not_there(self, tmp_path, text, message):
+    def test_missing_files_and_modules(self, tmp_path, text, message):
         with pytest.raises(ModelError, match=message):
             resolve_model(text.format(tmp=tmp_path))
 
-    def test_a_missing_factory_names_the_nearest_or_all(self, write):
+    def test_a_missing_factory_suggests_the_nearest_or_lists_all(self, write):
         file = write(GOOD)
         with pytest.raises(ModelError, match=r"has no factory biuld\. Did you mean build\?"):
             resolve_model(f"{file}:biuld")
@@ -334,19 +334,19 @@ class TestWrongText:
         ("options", "message"),
         [
             ({"weights": "none"}, "fake or real"),
-            ({"dtype": "float33"}, "no floating dtype"),
-            ({"dtype": "int8"}, "no floating dtype"),
-            ({"dtype": "nn"}, "no floating dtype"),
-            ({"device": "gpu0"}, "is no device"),
+            ({"dtype": "float33"}, "not a floating-point dtype"),
+            ({"dtype": "int8"}, "not a floating-point dtype"),
+            ({"dtype": "nn"}, "not a floating-point dtype"),
+            ({"device": "gpu0"}, "is not a device"),
         ],
     )
-    def test_an_option_that_means_nothing_runs_no_code(self, write, options, message):
+    def test_an_invalid_option_is_refused_before_any_code_runs(self, write, options, message):
         file = write("raise AssertionError('imported')")
         with pytest.raises(UsageError, match=message):
             resolve_model(f"{file}:build", **options)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-    def test_a_device_that_is_not_there(self, write):
+    def test_a_missing_device(self, write):
         with pytest.raises(UsageError, match="has no CUDA device"):
             resolve_model(f"{write(GOOD)}:build", device="cuda")
 
@@ -367,7 +367,7 @@ class TestWrongCode:
         message = str(caught.value)
         assert f"{file}:build raised: RuntimeError: shape '[7, 7]'" in message
         assert f"{line_of(file, '# the line')}: return torch.ones(width).view(7, 7)" in message
-        assert message.endswith("Mend the factory, or pass it other arguments with --arg name=value.")
+        assert message.endswith("Fix the factory, or pass it other arguments with --arg name=value.")
         assert caught.value.path == line_of(file, "# the line")
         assert caught.value.actual == "RuntimeError"
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -390,7 +390,7 @@ class TestWrongCode:
             pytest.param("torch.equal(torch.ones(3), torch.zeros(3))", id="equal"),
         ],
     )
-    def test_what_cannot_be_built_fake_says_so_and_names_the_flag(self, write, line):
+    def test_a_factory_that_reads_values_needs_real_weights(self, write, line):
         file = write(f"import torch\ndef build():\n    {line}  # the line\n    raise KeyError('built for real')\n")
         with pytest.raises(ModelError, match="cannot be built with fake weights") as caught:
             resolve_model(f"{file}:build")
@@ -427,8 +427,8 @@ class TestWrongCode:
             ("nn.Linear(2, 2)", "returned Linear"),
             ("(nn.Linear(2, 2),)", "returned a tuple of 1"),
             ("(nn.Linear(2, 2), torch.ones(2))", "with args a tuple"),
-            ("(1, ())", "is a int. Let it be a torch.nn.Module"),
-            ("ModelSpec(module=nn.Linear(2, 2), calls=[])", "without calls. Give it one or more"),
+            ("(1, ())", "returned a int as its module. Let it return a torch.nn.Module"),
+            ("ModelSpec(module=nn.Linear(2, 2), calls=[])", "without calls. Give it at least one"),
             (
                 "ModelSpec(module=nn.Linear(2, 2), calls=[(torch.ones(2),)])",
                 "calls.* must be a cgtool.ExampleCall, not tuple",

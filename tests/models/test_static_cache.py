@@ -1,6 +1,8 @@
-"""`--cache static`: `generate()` of transformers over a compiled decode step gives the tokens that the model gives."""
+"""`--cache static`: `generate()` of transformers with a compiled decode step gives the model's own tokens."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.torch
 
 LENGTH = 96
 EAGER = cgtool.CompilationConfig(adaptor="eager", proof=False)
-#: The end of a sequence is no token that a small random model means to say.
+#: Without an end-of-sequence token: a small random model would emit it by chance.
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 _SMALL = {**DECODER, "max_position_embeddings": 128, "head_dim": 8}
@@ -31,22 +33,21 @@ CONFIGS = {
     "qwen3": _SMALL,
     "mistral": _SMALL | {"sliding_window": 12},
     "gemma3_text": _SMALL | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
-    "mixtral": _SMALL | {"num_local_experts": 2},
+    "mixtral": _SMALL | {"num_hidden_layers": 1, "num_local_experts": 2, "sliding_window": 12},
 }
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of a model, made once."""
-    made = {}
+    """Return the checkpoint of a model, saved once."""
 
+    @functools.cache
     def save(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            torch.manual_seed(0)
-            config = transformers.CONFIG_MAPPING[name](**CONFIGS[name])
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[name])
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        config = transformers.CONFIG_MAPPING[name](**CONFIGS[name])
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
 
     return save
 
@@ -58,25 +59,36 @@ def model_of(saved):
 
 @pytest.fixture(scope="module")
 def command(saved, tmp_path_factory):
-    """What the command says that warms the decode step of a model, from its folder, and where it puts it."""
-    done = {}
+    """Warm the decode step of a model with the command, once; return the cache and the output."""
 
-    def warmed(name, adaptor="eager"):
-        if (name, adaptor) not in done:
-            root = tmp_path_factory.mktemp("cache")
-            options = ("--cache", "static", "--cache-length", LENGTH, "--no-proof", "--adaptor", adaptor)
-            ran = run("warm", f"hf:{saved(name)}", *options, "--cache-dir", root)
-            assert ran.code == 0, ran.err
-            done[name, adaptor] = root, ran.out
-        return done[name, adaptor]
+    @functools.cache
+    def warm(name, adaptor="eager"):
+        root = tmp_path_factory.mktemp("cache")
+        options = ("--cache", "static", "--cache-length", LENGTH, "--no-proof", "--adaptor", adaptor)
+        ran = run("warm", f"hf:{saved(name)}", *options, "--cache-dir", root)
+        assert ran.code == 0, ran.err
+        return root, ran.out
 
-    return warmed
+    return warm
 
 
 @pytest.fixture(scope="module")
-def warmed(command):
-    """A cache with the decode step of a model."""
-    return lambda *what: command(*what)[0]
+def compiled(model_of, tmp_path_factory):
+    """Compile the decode step of a model with `cgtool.compile`, once; return the cache and the compiled model."""
+
+    @functools.cache
+    def compile_once(name):
+        root = tmp_path_factory.mktemp("cache")
+        model = model_of(name)
+        return root, cgtool.compile(model, cache="static", cache_length=LENGTH, config=EAGER, cache_dir=root)
+
+    return compile_once
+
+
+@pytest.fixture(scope="module")
+def warmed(command, compiled):
+    """A cache with the decode step of a model: of llama, warmed by the command."""
+    return lambda name: (command if name == "llama" else compiled)(name)[0]
 
 
 @pytest.fixture
@@ -89,7 +101,7 @@ def prompt(batch=1, length=7):
 
 
 def same_tokens(model, served, ids, **options):
-    """Compare what both say to a prompt, and return how many of the calls the model itself answered."""
+    """Check that both generate the same tokens, and return how many calls ran the model eagerly."""
     before = cgtool.counters()["eager_calls"]
     expected = model.generate(ids, **GREEDY | options)
     got = served.generate(ids, **GREEDY | options)
@@ -98,7 +110,7 @@ def same_tokens(model, served, ids, **options):
 
 
 def same_generations(model, served):
-    """Compare what both say to prompts of one and several rows, padded, and by beams."""
+    """Check that both generate the same tokens for one and several rows, padded rows, and beams."""
     for batch in (1, 3):
         same_tokens(model, served, prompt(batch), max_new_tokens=14)
     padded = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
@@ -110,33 +122,35 @@ def test_generate_gives_the_models_own_tokens_from_what_the_command_warmed(model
     same_generations(model_of("llama"), served)
 
 
-#: One whose layers differ in kind is quick.
+#: The one with layers of two kinds is quick; the others are slow.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "gemma3_text" else [pytest.mark.slow]) for name in CONFIGS],
 )
-def test_compile_warms_what_is_missing_and_finds_it_again(model_of, tmp_path, name):
-    model = model_of(name)
-    for _ in range(2):
-        served = cgtool.compile(model, cache="static", cache_length=LENGTH, config=EAGER, cache_dir=tmp_path)
-        same_tokens(model, served, prompt(), max_new_tokens=14)
+def test_compile_warms_a_missing_entry_and_hits_it_the_next_time(model_of, compiled, name):
+    model, (root, first) = model_of(name), compiled(name)
+    same_tokens(model, first, prompt(), max_new_tokens=14)
+    served = cgtool.compile(model, cache="static", cache_length=LENGTH, config=EAGER, cache_dir=root)
     same_generations(model, served)
-    assert len(list((tmp_path / "torch_compile_cache").glob("*/key.json"))) == 1
+    assert len(list((root / "torch_compile_cache").glob("*/key.json"))) == 1
+
+
+def test_a_static_cache_brings_its_own_dynamic_dimensions(model_of, tmp_path):
     with pytest.raises(UsageError, match="defines its own example and dynamic dimensions"):
-        cgtool.compile(model, cache="static", dynamic={"input_ids": {0: "batch"}}, cache_dir=tmp_path)
+        cgtool.compile(model_of("llama"), cache="static", dynamic={"input_ids": {0: "batch"}}, cache_dir=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_sixty_four_greedy_tokens_of_native_code_are_the_models_own(model_of, warmed, name):
+def test_sixty_four_greedy_tokens_of_native_code_are_the_models_own(model_of, command, name):
     model = model_of(name)
-    served = cgtool.load(model, cache="static", cache_dir=warmed(name, "aot_inductor"))
+    served = cgtool.load(model, cache="static", cache_dir=command(name, "aot_inductor")[0])
     for batch, length in ((1, 1), (1, 7), (2, 32)):
         same_tokens(model, served, prompt(batch, length), max_new_tokens=64)
 
 
-def test_a_prefill_and_each_step_are_calls_of_one_entry_and_write_into_the_cache_in_place(served):
+def test_prefill_and_decode_steps_use_one_entry_and_write_to_the_cache_in_place(served):
     cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
     with torch.no_grad():
         served(prompt(2), past_key_values=cache, logits_to_keep=1)
@@ -161,17 +175,17 @@ def test_the_logits_are_the_models_own(model_of, served):
     assert got.past_key_values is cache
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "mixtral"])
-def test_windows_hold_and_outputs_are_the_models_own_where_a_call_has_no_mask(model_of, warmed, name):
+@pytest.mark.parametrize("name", ["gemma3_text", "mixtral"])
+def test_without_a_mask_sliding_windows_and_outputs_are_the_models_own(model_of, warmed, name):
     model = model_of(name)
     served = cgtool.load(model, cache="static", cache_dir=warmed(name))
-    given = []
-    for one in (model, served):
+    outputs = []
+    for module in (model, served):
         cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
         with torch.no_grad():
-            calls = [one(ids, past_key_values=cache, logits_to_keep=1) for ids in (prompt(1, 20), prompt(1, 1))]
-        given.append(calls)
-    for expected, got in zip(*given, strict=True):
+            calls = [module(ids, past_key_values=cache, logits_to_keep=1) for ids in (prompt(1, 20), prompt(1, 1))]
+        outputs.append(calls)
+    for expected, got in zip(*outputs, strict=True):
         assert type(got) is type(expected)
         torch.testing.assert_close(got.logits, expected.logits)
 
@@ -192,7 +206,7 @@ def test_hooks_of_the_model_run_once(model_of, warmed, otherwise):
         torch.testing.assert_close(got_without, expected * 2)
 
 
-def test_the_model_itself_is_left_as_it_was_and_its_weights_are_shared(model_of, warmed):
+def test_the_original_model_is_unchanged_and_shares_its_weights(model_of, warmed):
     model = model_of("llama")
     served = cgtool.load(model, cache="static", cache_dir=warmed("llama"))
     assert isinstance(served, type(model))
@@ -204,37 +218,38 @@ def test_the_model_itself_is_left_as_it_was_and_its_weights_are_shared(model_of,
     served.recheck()
 
 
-def test_a_model_that_generated_before_is_served_after(model_of, warmed):
+def test_a_model_that_has_generated_before_can_be_loaded(model_of, warmed):
     model = model_of("llama")
     model.generate(prompt(), cache_implementation="static", disable_compile=True, max_new_tokens=4, **GREEDY)
     served = cgtool.load(model, cache="static", cache_dir=warmed("llama"))
     same_tokens(model, served, prompt(), max_new_tokens=8)
 
 
-def test_a_generation_config_of_the_users_own_is_followed(model_of, served):
-    asked = transformers.GenerationConfig(max_new_tokens=6, **GREEDY)
-    got = served.generate(prompt(), generation_config=asked)
-    assert got.tolist() == model_of("llama").generate(prompt(), generation_config=asked).tolist()
-    assert asked.cache_implementation is None
+def test_a_generation_config_of_the_user_is_followed_and_not_changed(model_of, served):
+    config = transformers.GenerationConfig(max_new_tokens=6, **GREEDY)
+    got = served.generate(prompt(), generation_config=config)
+    assert got.tolist() == model_of("llama").generate(prompt(), generation_config=config).tolist()
+    assert config.cache_implementation is None
 
 
-def test_a_conversation_goes_on_in_its_cache(model_of, served):
+def test_a_conversation_continues_in_its_cache(model_of, served):
     model, ids = model_of("llama"), prompt()
-    said = []
-    for one in (model, served):
+    generated = []
+    for module in (model, served):
         cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
-        first = one.generate(ids, past_key_values=cache, disable_compile=True, max_new_tokens=5, **GREEDY)
+        options = {"past_key_values": cache, "disable_compile": True, "max_new_tokens": 5, **GREEDY}
+        first = module.generate(ids, **options)
         more = torch.cat([first, prompt(1, 3)], dim=1)
-        said.append(one.generate(more, past_key_values=cache, disable_compile=True, max_new_tokens=5, **GREEDY))
-    assert said[0].tolist() == said[1].tolist()
+        generated.append(module.generate(more, **options))
+    assert generated[0].tolist() == generated[1].tolist()
 
 
 class TestRefused:
-    def test_a_cache_that_must_hold_more(self, served):
+    def test_a_generation_longer_than_the_compiled_cache(self, served):
         with pytest.raises(GuardError, match=r"holds 1\d\d tokens, and this was compiled for 96.*--cache-length 1\d\d"):
             served.generate(prompt(), max_new_tokens=100, **GREEDY)
 
-    def test_more_tokens_than_the_cache_holds(self, served):
+    def test_more_tokens_than_the_cache_has_room_for(self, served):
         cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
         with torch.no_grad():
             served(prompt(1, 90), past_key_values=cache, logits_to_keep=1)
@@ -243,13 +258,13 @@ class TestRefused:
             cache.reset()
             served(prompt(1, 7), past_key_values=cache, logits_to_keep=1)
 
-    def test_a_cache_of_another_kind(self, served):
+    def test_another_kind_of_cache(self, served):
         with pytest.raises(GuardError, match=r'brings a DynamicCache, .*cache_implementation="static"'):
             served.generate(prompt(), cache_implementation="dynamic", max_new_tokens=4, **GREEDY)
         with pytest.raises(GuardError, match="brings no cache"):
             served(prompt())
 
-    def test_what_a_step_does_not_take(self, served):
+    def test_arguments_that_a_step_does_not_take(self, served):
         cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
         with pytest.raises(GuardError, match="brings output_hidden_states"):
             served(prompt(), past_key_values=cache, logits_to_keep=1, output_hidden_states=True)
@@ -269,7 +284,7 @@ class TestRefused:
         with pytest.raises(GuardError, match=r"in training mode.* call model\.eval\(\) first"):
             served.generate(prompt(), max_new_tokens=2, **GREEDY)
 
-    def test_one_mask_where_layers_differ(self, model_of, warmed):
+    def test_a_single_mask_for_layers_of_two_kinds(self, model_of, warmed):
         served = cgtool.load(model_of("gemma3_text"), cache="static", cache_dir=warmed("gemma3_text"))
         cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
         mask = torch.ones(1, 1, 7, LENGTH, dtype=torch.bool)
@@ -288,44 +303,44 @@ class TestRefused:
             cgtool.load(model, cache="dynamic", cache_dir=tmp_path)
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
-            ({"cache": "paged"}, "no cache 'paged'.*--cache static"),
+            ({"cache": "paged"}, "'paged' is not a cache.*--cache static"),
             ({"cache_length": 64}, "--cache-length needs --cache static"),
-            ({"cache": "static", "cache_length": "long"}, "'long' is no number of tokens"),
+            ({"cache": "static", "cache_length": "long"}, "'long' is not a number of tokens"),
             (
                 {"cache": "static", "cache_length": 4096},
                 "4096 tokens does not fit LlamaForCausalLM",
             ),
             (
                 {"cache": "static", "task": "sequence-classification"},
-                "--task sequence-classification is not for a decode",
+                "--task sequence-classification cannot be combined with --cache static",
             ),
-            ({"cache": "static", "attention_mask": True}, "--arg attention_mask is not for a decode step"),
+            ({"cache": "static", "attention_mask": True}, "--arg attention_mask cannot be combined with --cache"),
         ],
     )
-    def test_options_that_make_no_sense(self, saved, arguments, said):
-        with pytest.raises(UsageError, match=said):
+    def test_options_that_contradict_each_other(self, saved, arguments, message):
+        with pytest.raises(UsageError, match=message):
             resolve_model(f"hf:{saved('llama')}", factory_args=arguments)
 
-    def test_a_model_whose_cache_is_more_than_keys_and_values(self, tmp_path):
+    def test_a_model_whose_cache_holds_more_than_keys_and_values(self, tmp_path):
         config = transformers.CONFIG_MAPPING["mamba"](vocab_size=64, hidden_size=32, num_hidden_layers=1)
         config.save_pretrained(tmp_path)
         with pytest.raises(ModelError, match=r"static"):
             resolve_model(f"hf:{tmp_path}", factory_args={"cache": "static"})
 
 
-def test_the_model_itself_answers_what_is_refused_where_the_user_says_so(model_of, warmed):
+def test_otherwise_eager_runs_the_model_for_a_refused_call(model_of, warmed):
     model = model_of("llama")
     served = cgtool.load(model, cache="static", cache_dir=warmed("llama"), otherwise="eager")
     assert same_tokens(model, served, prompt(), max_new_tokens=8) == 0
     assert same_tokens(model, served, prompt(), max_new_tokens=100) == 100
 
 
-def test_the_command_warms_it_and_says_what_a_program_writes(model_of, saved, command):
-    root, said = command("llama")
+def test_the_command_warms_the_decode_step_and_prints_the_line_that_loads_it(model_of, saved, command):
+    root, out = command("llama")
     call = f"cgtool.load(module, cache_dir='{root}', cache='static')"
-    assert call in said
+    assert call in out
     model = model_of("llama")
     served = eval(call, {"cgtool": cgtool, "module": model})  # the line that the user is told to write
     assert same_tokens(model, served, prompt(), max_new_tokens=8) == 0

@@ -1,7 +1,7 @@
-"""Small configurations of every base model of transformers, made from the defaults of its own config class.
+"""Small configurations of every base model of transformers, derived from the defaults of its config class.
 
-Depths, vocabularies, numbers of experts and images shrink; widths shrink with the number of heads, so that the size
-of a head, and whatever is written down for it, stays. What a rule gets wrong for one model stands in `OVERRIDES`.
+Depths, vocabularies, numbers of experts and images shrink. Widths shrink with the number of heads, so that the size of
+a head, and every field that depends on it, stays. `OVERRIDES` corrects the rules for single models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 LAYERS = 2
 VOCAB = 128
 
-#: Sizes by the name of the field, first match first; None keeps what the class says.
+#: Sizes by the name of the field; the first match counts.
 _RULES: list[tuple[str, Any]] = [
     (
         r"(.*_)?(num_)?(hidden_)?layers?|n_layers?|(.*_)?(num_)?(\w+_)?layers|(.*_)?depth|num_blocks|num_.*_blocks",
@@ -36,14 +36,14 @@ _WIDTHS = re.compile(
 _HEADS = re.compile(
     r"(num|n)_((attention|key_value|kv|query)_)?(attention_)?heads?(_kv)?|(en|de)coder_attention_heads|n_heads?"
 )
-_LIMIT = 256  # widths up to here are small enough as they are
+_LIMIT = 256  # widths up to here are small enough
 
-#: What the rules get wrong.
+#: Corrections of the rules.
 _MAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_expand": 2, "mamba_n_groups": 1}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "granitemoehybrid": _MAMBA,
-    # Over so few positions eager itself turns to this attention, by replacing modules as it runs.
+    # With so few positions, eager itself switches to this attention by replacing modules while it runs.
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "codegen": {"n_embd": 256, "n_head": 4, "rotary_dim": 32},
@@ -58,7 +58,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def candidates(config_class: Any) -> Iterator[dict[str, Any]]:
-    """Yield fields for config.json, the smallest first: all rules, depth alone, and the class's own words."""
+    """Yield fields for config.json, the smallest first: all rules, without widths, and the class's defaults."""
     fields = config_class().to_dict()
     model_type = fields["model_type"]
     own = OVERRIDES.get(model_type, {})
@@ -120,7 +120,7 @@ def _shrunk(fields: Mapping[str, Any], *, widths: bool) -> dict[str, Any]:
     return _ids(out)
 
 
-#: Made anew by the class from the other fields.
+#: The class derives these from the other fields.
 _DROPPED = {
     "architectures",
     "transformers_version",
@@ -168,7 +168,7 @@ def _list(key: str, values: list[Any], depths: set[int]) -> list[Any] | None:
 
 
 def _ids(fields: dict[str, Any]) -> dict[str, Any]:
-    """Bring the ids of special tokens into the vocabulary, each its own."""
+    """Move the ids of special tokens into the vocabulary, keeping them distinct."""
     vocab = next((v for k, v in fields.items() if k == "vocab_size" and isinstance(v, int)), VOCAB)
     spare = iter(range(vocab - 1, 0, -1))
     for key, value in fields.items():
