@@ -18,7 +18,7 @@ class Breaks(torch.nn.Module):
 
     def forward(self, x):
         hidden = x * 2
-        print(float(hidden.sum()))  # noqa: T201  what breaks the graph
+        print(float(hidden.sum()))  # noqa: T201  breaks the graph
         return hidden
 
 
@@ -66,6 +66,6 @@ def crashes():
 def slow(pids: str):
     """Start a process, write both pids to a file, and sleep."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-    with open(pids, "a", encoding="utf-8") as file:  # noqa: PTH123  a test's note
+    with open(pids, "a", encoding="utf-8") as file:  # noqa: PTH123  a file for the test
         file.write(f"{os.getpid()}\n{child.pid}\n")
     time.sleep(300)

@@ -258,8 +258,8 @@ def test_a_cache_folder_that_cannot_be_created_is_an_error(tmp_path):
     assert (tmp_path / "file").read_text() == "no folder"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_cache_folder_without_permission_is_a_sentence(tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_cache_folder_without_permission_is_an_error(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o555)
     ran = warm("build", folder)

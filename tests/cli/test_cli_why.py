@@ -47,20 +47,13 @@ def test_a_hit_names_the_entry_writes_nothing_and_does_not_import_dynamo(warmed)
     folder, hash_ = warmed
     before = files(folder / "cache")
     # torch's fake mode imports Dynamo's settings; real weights do not need it
-    arguments = (
-        f"{folder}/sample.py:build",
-        "--adaptor",
-        "eager",
-        "--cache-dir",
-        f"{folder}/cache",
-        "--weights",
-        "real",
-    )
+    model = f"{folder}/sample.py:build"
+    arguments = (model, "--adaptor", "eager", "--cache-dir", f"{folder}/cache", "--weights", "real")
     command = [sys.executable, "-c", NO_DYNAMO, "why", *arguments, "--quiet"]
     done = subprocess.run(command, env=environment(), check=False, timeout=300, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     entry = f"Sample {hash_[:10]} (rank 0 backbone, created 20"
-    assert done.stdout.startswith(f"{folder}/sample.py:build hits in {folder}/cache: {entry}")
+    assert done.stdout.startswith(f"{model} hits in {folder}/cache: {entry}")
     assert done.stdout.endswith(", never used).\n")
     assert files(folder / "cache") == before
 

@@ -162,7 +162,7 @@ def test_an_interruption_cancels_queued_units_and_keeps_finished_ones(dask, site
     os.kill(warm.pid, signal.SIGINT)
     ended = warm.end(secs=60)
     assert ended.code == 130
-    assert "What was finished is kept" in ended.err
+    assert "Finished work is kept" in ended.err
     gate.touch()
     with distributed.Client(dask.address, set_as_default=False) as client:
         wait_until(lambda: not any(client.processing().values()))

@@ -82,7 +82,7 @@ def test_an_interruption_ends_processes_of_mpi(found, cache_root, tmp_path):
     command = [*mpi(), "warm", MODEL, "--executor", "mpi"]
     code, output, begun = interrupt(command, cache_root, tmp_path, num_begun=2, variables=found)
     assert code != 0
-    assert "What was finished is kept" in output
+    assert "Finished work is kept" in output
     assert begun() == 2
     assert stored_units(cache_root) == 1
 
@@ -124,7 +124,7 @@ def test_a_warm_on_ray(ray_head, found, cache_root, tmp_path):
     command = [sys.executable, "-m", "cgtool", "warm", MODEL, "--executor", on_the_machine]
     code, output, begun = interrupt(command, cache_root / "third", tmp_path, num_begun=3, variables=found)
     assert code == 130
-    assert "What was finished is kept" in output
+    assert "Finished work is kept" in output
     site = found["PYTHONPATH"].partition(os.pathsep)[0]
     wait_until(lambda: not processes_with(site))  # children of the workers, while the gate is shut
     assert begun() == 3

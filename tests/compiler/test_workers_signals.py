@@ -52,7 +52,7 @@ def test_no_process_outlives_a_killed_warm(warming, tmp_path, cache_root, signum
     wait_until(lambda: not [pid for pid in (*compilers, *workers) if is_alive(pid)], secs=180)
     assert list(cache_root.rglob("unit.json")) == []
     if signum == signal.SIGINT:
-        assert "What was finished is kept" in ran.err
+        assert "Finished work is kept" in ran.err
 
 
 def workers_of(compilers):

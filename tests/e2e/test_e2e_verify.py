@@ -287,6 +287,6 @@ def test_a_compiler_that_is_tried_fails_and_is_told_of(tmp_path: Path) -> None:
     assert cgtool("warm", f"{model}:build", "--adaptor", "eager", "--cache-dir", root).code == 0
     ran = cgtool("verify", "--cache-dir", root, "--load", "--model", f"{model}:build")
     assert ran.code == 3
-    assert "the model was loaded and called once where nothing can be compiled" in ran.out
-    assert "It tried to compile:\n  - g++ nothing.cpp" in ran.out
-    assert ran.out.splitlines()[-1].startswith("Not verified: the load")
+    assert "the model was loaded and called once in a process that cannot compile" in ran.out
+    assert "Loading tried to compile:\n  - g++ nothing.cpp" in ran.out
+    assert ran.out.splitlines()[-1].startswith("Verification failed: loading")

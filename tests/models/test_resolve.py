@@ -311,7 +311,7 @@ class TestWrongText:
             resolve_model(f"{file}:zzz")
 
     def test_a_factory_that_cannot_be_called(self, write):
-        with pytest.raises(ModelError, match=r"number of .* is a int and cannot be called"):
+        with pytest.raises(ModelError, match=r"number in .* is a int and cannot be called"):
             resolve_model(f"{write('number = 3')}:number")
 
     @pytest.mark.parametrize(

@@ -74,14 +74,14 @@ def interrupted(server: FaultyServer, signum: int, *arguments: object) -> Ran:
     return ran
 
 
-ENDS = {signal.SIGINT: (130, "Error: Interrupted. What"), signal.SIGTERM: (143, "Error: Ended by SIGTERM. What")}
+ENDS = {signal.SIGINT: (130, "Error: Interrupted."), signal.SIGTERM: (143, "Error: Terminated by SIGTERM.")}
 signals = pytest.mark.parametrize("signum", ENDS)
 
 
 def said_once(text: str) -> str:
     """Return the beginning of the only line of output."""
     [line] = text.strip().splitlines()
-    return line.partition(" was ")[0]
+    return line.partition(" Finished work is kept")[0]
 
 
 @signals

@@ -126,7 +126,7 @@ def command(request: dict[str, Any]) -> dict[str, Any]:
 
 def refusal(error: Exception) -> dict[str, Any]:
     """Return an error's first reason, and whether cgtool raised it deliberately."""
-    if isinstance(error, CgtoolError) and "fault of cgtool" not in str(error):
+    if isinstance(error, CgtoolError) and "bug in cgtool" not in str(error):
         reasons = getattr(error, "reasons", None) or (str(error),)
         return {"outcome": "refused", "kind": type(error).__name__, "reason": str(reasons[0])}
     return {"outcome": "crash", "kind": type(error).__name__, "reason": "".join(traceback.format_exception(error)[-6:])}
