@@ -104,12 +104,17 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
     help="Steps of each size in each start.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of the weights, the order of starts and the bounds."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed for the weights, the order of starts and the bounds.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
-    default=1800.0,
+    default=1800,
     show_default=True,
     metavar="SECS",
     help="Time limit for one process, which is then killed and counted as failed.",

@@ -70,7 +70,7 @@ _PROPERTIES = {
     help="Replays of each graph.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the batches and their order."
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for the batches and their order."
 )
 @place_options
 @output_options
@@ -110,7 +110,7 @@ def _show(output: Output, report: CheckReport, *, model: str) -> None:
 
     record, captured = report.record, report.captured
     output.notes("Note", report.mode_reasons)
-    counts = Counter(finding.fault for finding in record.findings)
+    counts = Counter[str](finding.fault for finding in record.findings)
     rows = [
         (text, f"no, in {count_text(counts[fault], 'graph')}" if counts[fault] else "yes")
         for fault, text in _PROPERTIES.items()

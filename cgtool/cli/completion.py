@@ -25,14 +25,14 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", required=False, type=click.Choice(["bash", "zsh", "fish"]), metavar="[SHELL]")
 @click.option("--install", is_flag=True, help="Install the script for this user.")
 @output_options
 def completion(*, output: Output, shell: Shell | None, install: bool) -> int:
     """Print or install the script with which SHELL completes cgtool's commands and options.
 
-    SHELL defaults to the shell that the variable SHELL names. --install writes one file into this user's directories
-    and, for zsh, a marked block at the end of ~/.zshrc. Completion works in new shells.
+    SHELL is bash, zsh or fish; the default is the shell that the variable SHELL names. --install writes one file into
+    this user's directories and, for zsh, a marked block at the end of ~/.zshrc. Completion works in new shells.
     """
     from cgtool.toolkit.completion import completion as run
 

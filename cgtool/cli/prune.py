@@ -220,12 +220,11 @@ def _show_plan(output: Output, plan: Plan, *, dry_run: bool) -> None:
     missing = [entry for entry in plan.entries if not entry.instead]
     if missing:
         output.line(f"These models will miss until they are warmed again: {_models(missing)}.")
-    removed = count_text(len(plan.entries), "entry", "entries") + (
+    amount = count_text(len(plan.entries), "entry", "entries") + (
         f" and {count_text(len(plan.files), 'leftover')}" if plan.files else ""
     )
     verb = "Would remove" if dry_run else "Will remove"
-    frees = size_text(plan.frees_bytes)
-    output.line(f"{verb} {removed} from {plan.where or plan.root}, freeing {frees}.", style="bold")
+    output.line(f"{verb} {amount} from {plan.where or plan.root}, freeing {size_text(plan.frees_bytes)}.", style="bold")
 
 
 def _show_outcome(output: Output, plan: Plan, outcome: Outcome) -> None:

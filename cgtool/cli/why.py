@@ -81,8 +81,8 @@ def show_why(output: Output, report: WhyReport, *, model: str, everything: bool)
         return
     if report.nearest is None:
         known = report.reasons and report.pruned is None
-        reason = report.reasons[0].sentence.rstrip(".") if known else "no entry is left"
-        output.line(f"{name} misses in {one_line(report.root)}: {one_line(reason)}.", style="bold")
+        cause = report.reasons[0].sentence.rstrip(".") if known else "no entry is left"
+        output.line(f"{name} misses in {one_line(report.root)}: {one_line(cause)}.", style="bold")
     else:
         output.line(f"{name} misses. The nearest entry, {_entry_text(report.nearest)}, does not match because:")
     shown = report.reasons if everything else report.reasons[:MOST_DIFFERENCES]
