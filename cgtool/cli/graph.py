@@ -91,7 +91,7 @@ def _piece_cells(row: Piece, *, between: str, twin: int | None) -> tuple[object,
 
 def _tensors_text(tensors: tuple[TensorMeta, ...], between: str) -> str:
     """Format dtypes and shapes: "2 x f32[s0,64]"; if some shapes are dynamic, static ones are only counted."""
-    dynamic = [tensor for tensor in tensors if not _is_static(tensor)]
+    dynamic = [tensor for tensor in tensors if not all(isinstance(dim, int) for dim in tensor.shape)]
     shown = dynamic or tensors[:_FEW]
     groups: list[tuple[str, int]] = []
     for tensor in shown:
@@ -103,10 +103,6 @@ def _tensors_text(tensors: tuple[TensorMeta, ...], between: str) -> str:
     lines = [text if count == 1 else f"{count} x {text}" for text, count in groups]
     rest = len(tensors) - len(shown)
     return between.join([*lines, f"{rest} {'static' if dynamic else 'more'}"] if rest else lines) or "-"
-
-
-def _is_static(tensor: TensorMeta) -> bool:
-    return all(isinstance(dim, int) for dim in tensor.shape)
 
 
 def _dtype_text(dtype: str) -> str:
