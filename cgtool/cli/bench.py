@@ -40,11 +40,11 @@ Examples:
 
 
 def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    wrong = next((word for word in words if not (word.isdecimal() and int(word))), None)
+    sizes = [size.strip() for size in text.split(",") if size.strip()]
+    wrong = next((size for size in sizes if not (size.isdecimal() and int(size))), None)
     if wrong is not None:
         raise click.BadParameter(f"{wrong!r} is not a size. Give sizes such as 1,8,64.", ctx=ctx, param=param)
-    return tuple(dict.fromkeys(int(word) for word in words))
+    return tuple(dict.fromkeys(map(int, sizes)))
 
 
 @click.command(epilog=EXAMPLES)

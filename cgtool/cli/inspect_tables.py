@@ -233,19 +233,19 @@ def _coverage_table(output: Output, places: Sequence[Place], adaptor: str, *, se
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, pieces in by_rank.items():
             groups.setdefault(tuple(sorted(pieces)), []).append(rank)
-        words = [
+        parts = [
             f"rank {indices_text(ranks)} {_pieces_text(pieces)}" if several else _pieces_text(pieces)
             for pieces, ranks in groups.items()
         ]
-        headings.append("; ".join(words))
+        headings.append("; ".join(parts))
     rows = [[text, *(column[at] for column in columns)] for at, text in enumerate(texts)]
     show_rows(output, headings, [row for row in rows if any(row[1:])])
 
 
 def _cell(row: Row, adaptor: str) -> str:
-    words = "proved" if row.artifact.proved else "not proved"
+    proof = "proved" if row.artifact.proved else "not proved"
     other = "" if row.adaptor == adaptor else f" ({row.adaptor})"
-    return f"{words}{other}" + (f", {count_text(len(row.artifact.guards), 'guard')}" if row.artifact.guards else "")
+    return f"{proof}{other}" + (f", {count_text(len(row.artifact.guards), 'guard')}" if row.artifact.guards else "")
 
 
 def _remarks(report: EntryReport) -> Iterator[str]:

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 pytestmark = pytest.mark.torch
 
-#: One of each kind: decoders, experts, an encoder, encoder-decoders, images, sound, two towers, a state space.
+#: One of each kind: decoders, experts, an encoder, encoder-decoders, images, sound, two towers.
 SERVED = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "convnext", "whisper", "wav2vec2", "clip")
 #: The most different ones; the others are slow. Experts run in test_static_cache.py.
 FIRST = ("t5", "convnext", "whisper")
