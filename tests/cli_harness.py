@@ -122,7 +122,7 @@ def start(*arguments: object, env: Mapping[str, str] | None = None) -> Running:
 
 def _server_for(words: list[str], env: Mapping[str, str] | None) -> Server:
     path = (env or {}).get("PYTHONPATH")
-    traces = words[:1] in (["warm"], ["why"], ["check"]) and "--help" not in words
+    traces = words[:1] in (["warm"], ["why"], ["check"], ["bench"]) and "--help" not in words
     return server(path, with_torch=traces or path is not None)
 
 
