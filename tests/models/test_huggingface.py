@@ -379,7 +379,8 @@ def test_an_entry_warmed_from_a_checkpoint_serves_it_after_its_folder_moves(writ
     config = transformers.AutoConfig.from_pretrained(write("llama"), num_hidden_layers=1)
     transformers.AutoModel.from_config(config).save_pretrained(saved)
     root = tmp_path / "cache"
-    warm(resolve_model(f"hf:{saved}"), config=EAGER, cache_dir=root)
+    one_variant = {"input_ids": {1: ("seq", 2, 96)}}
+    warm(resolve_model(f"hf:{saved}", dynamic=one_variant), config=EAGER, cache_dir=root)
     elsewhere = saved.rename(tmp_path / "elsewhere")
     model = transformers.AutoModel.from_pretrained(elsewhere).eval()
     served = cgtool.load(model, cache_dir=root)
