@@ -140,7 +140,6 @@ def bench(*, output: Output, **options: Any) -> int:
     round with its 95 % bound. Outputs are compared with those of eager. A way that fails is listed with its error, and
     the others continue.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.pages import bench_page, write_text
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.bench.runner import bench as run

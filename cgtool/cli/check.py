@@ -86,7 +86,6 @@ def check(*, output: Output, **options: Any) -> int:
 
     Exit code 3: a fault was found.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.check import check as run
 

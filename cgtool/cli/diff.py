@@ -52,7 +52,7 @@ def diff(*, output: Output, old: str, new: str | None, here: bool, everything: b
 
     Exit code 0: equal. Exit code 3: different.
     """
-    from cgtool.toolkit.diff.run import diff as run  # lazy: `--help` does not need it
+    from cgtool.toolkit.diff.run import diff as run
 
     report = run(old, new, here=here, cache_dir=cache_root(cache_dir))
     output.report(report, partial(_show, everything=everything))

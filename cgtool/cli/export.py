@@ -65,7 +65,6 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
     exported, provided that they belong to one model. Equal entries give the same archive, byte for byte before
     compression. DEST is written whole or not at all.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.remote.stores import is_remote
     from cgtool.toolkit.bundle.export import export as run
     from cgtool.toolkit.remote import export_to
@@ -83,7 +82,6 @@ def export(*, output: Output, dest: str, **options: Any) -> int:
 
 def _show(output: Output, report: ExportReport) -> None:
     """Print what was exported; on stderr if the bundle went to stdout."""
-    # Imported here because `--help` needs neither rich nor msgspec.
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 

@@ -75,7 +75,6 @@ def import_(*, output: Output, source: str, **options: Any) -> int:
 
     Exit code 3: the bundle was refused. --json then gives a stable reason.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.remote.stores import is_remote
     from cgtool.toolkit.bundle.import_ import import_bundle
     from cgtool.toolkit.remote import import_from

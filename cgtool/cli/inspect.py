@@ -117,7 +117,6 @@ def inspect_cache(*, output: Output, path: str | None, cache_dir: str | None, **
     TORCHINDUCTOR_CACHE_DIR) or Triton, or a mega-cache file. Nothing in it is unpickled or executed. Missing, torn or
     moved files are reported. --filter and --sort then accept hash, prefix, artifacts, size, created and last_used.
     """
-    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_cache
     from cgtool.toolkit.inspect.cache import inspect_cache as run
 
@@ -145,7 +144,6 @@ def inspect_entry(*, output: Output, entry: str | None, cache_dir: str | None) -
     --cache-dir can name a cache of another system, as for `cgtool inspect cache`. HASH is then a prefix of an entry's
     name there, and a note says what that system does not record.
     """
-    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_entry
     from cgtool.toolkit.inspect.entry import inspect_entry as run
 
@@ -179,7 +177,6 @@ def inspect_artifact(*, output: Output, artifact: str, cache_dir: str | None, **
     entry, or by an entry and a piece or path: 1572/0. For a Triton kernel, its metadata is shown; for code that
     Inductor generated, the code, even if it is stored in a pickle.
     """
-    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_artifact
     from cgtool.toolkit.inspect.artifact import inspect_artifact as run
 
@@ -204,7 +201,6 @@ def inspect_graph(
     HASH is a prefix of a hash that `cgtool inspect cache` lists. It can be omitted if the cache has only one entry.
     Pieces with the same identity are compiled once.
     """
-    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.graph import html_of, show_graph, svg_of
     from cgtool.cli.pages import write_text
     from cgtool.toolkit.inspect.graph import inspect_graph as run
@@ -230,7 +226,6 @@ def inspect_key(*, output: Output, entry: str | None, cache_dir: str | None) -> 
     --cache-dir can name a cache of another system. The recorded parts of its key are shown (vLLM's
     cache_key_factors.json, the options of a Triton kernel), and a note says what that system does not record.
     """
-    # Imported here because `--help` needs neither rich nor the toolkit.
     from cgtool.cli.inspect_tables import show_key
     from cgtool.toolkit.inspect.entry import inspect_key as run
 

@@ -63,7 +63,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str | None) -> int |
 def _amount(text: str | None, units: str, what: str, ctx: click.Context, param: click.Parameter) -> float | None:
     if text is None:
         return None
-    from cgtool.toolkit import filters  # lazy: `--help` does not need it
+    from cgtool.toolkit import filters
 
     value = filters.amount(text, getattr(filters, units))
     if value is None:
@@ -142,7 +142,6 @@ def prune(*, output: Output, path: str | None, cache_dir: str | None, **options:
     URL is a store, as for `cgtool push`. A store records no use, so age counts from creation there. Unreferenced
     artifacts are removed from a store only once they are a day old, since a push may be in progress.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.mirror import remove_pruned
     from cgtool.toolkit.prune.plan import Rules

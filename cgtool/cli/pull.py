@@ -42,7 +42,6 @@ def pull(*, output: Output, url: str, hashes: tuple[str, ...], **options: Any) -
     Entries contain native code, so they need a signature by a key that you trust, or --trust. An entry is checked
     completely before any of it enters the cache, as `cgtool import` checks a bundle. Exit code 3: an entry was refused.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.remote import pull as run
 

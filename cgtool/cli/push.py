@@ -49,7 +49,6 @@ def push(*, output: Output, url: str, **options: Any) -> int:
     pushed, provided that they belong to one model. Files that the store already has are not sent again. An entry
     becomes visible only once it is complete.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.remote import push as run
 
@@ -63,7 +62,6 @@ def push(*, output: Output, url: str, **options: Any) -> int:
 
 def _show(output: Output, report: PushReport) -> None:
     """Print what was sent of each entry."""
-    # Imported here because `--help` needs neither rich nor msgspec.
     from cgtool.cli.columns import show_rows
     from cgtool.store.layout import short
 

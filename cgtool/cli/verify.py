@@ -82,7 +82,6 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
     signature. A verdict alone gives 3 if a named HASH, entry or bundle is unsupported, if a cache has no supported
     entry, or with --strict; otherwise entries for other machines are not a failure.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.verify.run import verify as run
 
@@ -95,7 +94,7 @@ def verify(*, output: Output, targets: tuple[str, ...], **options: Any) -> int:
 
 
 def _model(options: dict[str, Any]) -> ModelChoice | None:
-    from cgtool.toolkit.model_choice import ModelChoice  # lazy: `--help` does not need it
+    from cgtool.toolkit.model_choice import ModelChoice
 
     names = ("factory_args", "device", "dtype", "pythonpath", "prefix")
     if options["model"] is None:

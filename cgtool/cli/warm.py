@@ -105,7 +105,6 @@ def warm(*, output: Output, **options: Any) -> int:
     Settings are read, in increasing order of precedence, from: defaults, [tool.cgtool] in pyproject.toml or
     cgtool.toml, CGTOOL_* variables, --compilation-config, individual options.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.ranks import warm_all, warm_with_others
     from cgtool.toolkit.warm import warm as run

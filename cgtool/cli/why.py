@@ -56,7 +56,6 @@ def why(ctx: click.Context, /, *, output: Output, everything: bool, **options: A
 
     Exit code 0: hit. Exit code 3: miss.
     """
-    # Imported here because `--help` does not need them.
     from cgtool.cli.progress import reporting
     from cgtool.toolkit.why import why as run
 
