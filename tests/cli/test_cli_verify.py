@@ -149,7 +149,7 @@ def test_missing_ranks_are_reported(cache_root: Path) -> None:
     missing = run("verify", cache_root, "--json").report["entries"][0]["missing_ranks"]
     assert missing == [["backbone", 0]]
     ran = run("verify", cache_root, "--world-size", 2)
-    assert f"{short(hash_)} is unsupported on this machine:\n  - Rank 0 is missing of a world of 2" in ran.out
+    assert f"{short(hash_)} is unsupported on this machine:\n  - Rank 0 is missing for a world size of 2" in ran.out
 
 
 def test_an_untrusted_model_name_is_escaped_and_truncated(cache_root: Path) -> None:

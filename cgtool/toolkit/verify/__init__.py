@@ -1,1 +1,1 @@
-"""Checking a cache: every digest, completeness, and whether this machine can load it. Must not import torch."""
+"""Cache verification: digests, completeness, and whether this machine can load each entry. Must not import torch."""

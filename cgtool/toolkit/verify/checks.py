@@ -359,7 +359,7 @@ def check_entry(layout: CacheLayout, hash_: str, hasher: Hasher | None = None) -
 
 def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryCheck]:
     """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out."""
-    checks = hasher.each(lambda hash_: check_entry(layout, hash_, hasher), hashes)
+    checks = hasher.map(lambda hash_: check_entry(layout, hash_, hasher), hashes)
     return (check for check in checks if not check.is_gone)
 
 
@@ -367,7 +367,7 @@ def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
     """Read and match every unit of a cache; what an entry shares, and `hasher` has read, is not read again."""
     unlisted: list[CacheError] = []
     found = Findings()
-    units = hasher.each(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted))
+    units = hasher.map(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted))
     for check in (check for check in units if not check.is_gone):
         found.problems += check.problems
         found.notes += check.notes

@@ -1,7 +1,7 @@
-"""SHA-256 of many files, in threads: hashlib and the system's calls leave Python's lock. No torch.
+"""SHA-256 of many files in threads: hashlib and system calls release the GIL. Must not import torch.
 
-What is no ordinary file is not read, and a file no further than it should be long: what a stranger put there cannot
-hold the reader up, nor be endless.
+Only regular files are read, and only up to their expected size, so that a file from an untrusted source can neither
+block the reader nor be endless.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from cgtool.store.files import cache_error
 
 _BUFFER_BYTES = 1 << 20
 _MAX_JOBS = 16
-#: How many values are known at a time: a cache may hold a hundred thousand units.
-_HELD = 512
+#: How many values are submitted at a time: a cache may hold a hundred thousand units.
+_BATCH_SIZE = 512
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
-_Given = TypeVar("_Given")
-_Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
+_Result = TypeVar("_Result")
 
 
 class Hashed(NamedTuple):
-    """What reading a file gave; one byte more than the limit where there were more, or why it was not read."""
+    """The digest and size of the bytes read, at most one byte past the limit; or why the file was not read."""
 
     digest: str = ""
     size_bytes: int = 0
@@ -38,7 +38,7 @@ class Hashed(NamedTuple):
 
 
 class Hasher:
-    """Reads files in threads, and what is one file of the disk (hard links) once."""
+    """Hashes files in threads, and reads each inode (hard links) once."""
 
     def __init__(self, jobs: int | None = None) -> None:
         self._pool = ThreadPoolExecutor(jobs or min(num_cores(), _MAX_JOBS), "cgtool-hash")
@@ -52,14 +52,14 @@ class Hasher:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def each(self, check: Callable[[_Given], _Found], values: Iterable[_Given]) -> Iterator[_Found]:
-        """Call `check` with each value, several at a time; yield what it returns, in order."""
-        left = iter(values)
-        while some := list(itertools.islice(left, _HELD)):
-            yield from self._pool.map(check, some)
+    def map(self, check: Callable[[_Value], _Result], values: Iterable[_Value]) -> Iterator[_Result]:
+        """Call `check` with each value, several at a time; yield the results in order."""
+        remaining = iter(values)
+        while batch := list(itertools.islice(remaining, _BATCH_SIZE)):
+            yield from self._pool.map(check, batch)
 
     def read(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Hashed:
-        """Read a file, no further than `limit` bytes; `fresh` reads again what was read under another name."""
+        """Hash a file, reading one byte more than `limit` at most; `fresh` also rereads an inode that was read before."""
         try:
             descriptor = os.open(path, _FLAGS)
             try:

@@ -49,7 +49,7 @@ from cgtool.store.pruned import flush, is_inside, put_aside
 from cgtool.store.records import Key, Manifest
 from cgtool.toolkit.coverage import Hole
 from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings
-from cgtool.toolkit.verify.verdict import Verdict, of_the_process
+from cgtool.toolkit.verify.verdict import Verdict, process_settings
 
 #: What one artifact is to serve: a row without its artifact.
 _Place = tuple[int, int, Shape, str, bool]
@@ -316,7 +316,7 @@ def _clear(layout: CacheLayout, path: Path) -> None:
 def _why_not(key: Key, verdict: Verdict) -> str:
     if verdict.level == "unsupported":
         return f"this machine does not support the entry. {_WARM}"
-    settings = of_the_process(key)
+    settings = process_settings(key)
     return f"it was compiled in a process that sets {', '.join(settings)}. {_WARM}" if settings else ""
 
 

@@ -1,4 +1,4 @@
-"""The verdict on an entry: what of a machine is against it, what is advice, and what says nothing."""
+"""The verdict on an entry: what rules a machine out, what is only a caveat, and what does not matter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cpu(**changes: Any) -> dict[str, Any]:
         pytest.param(
             {"compiler": "clang 19"}, 'compiler was "clang 19" and is "(Debian 12.2.0) 12.2.0" now', id="compiler"
         ),
-        pytest.param({"compiler": None}, 'compiler was null and is "(Debian 12.2.0) 12.2.0" now', id="a compiler came"),
+        pytest.param({"compiler": None}, 'compiler was null and is "(Debian 12.2.0) 12.2.0" now', id="compiler added"),
         pytest.param(
             {"target": {**MACHINE.factors["target"], "accelerators": ["sm_80 x108"]}},
             'target.accelerators[0] was "sm_80 x108" and is "sm_90 x132" now',
@@ -63,7 +63,7 @@ def cpu(**changes: Any) -> dict[str, Any]:
         ),
         pytest.param(
             {"target": cpu(instructions="ef" * 32)},
-            "The processor's instruction sets are not those that it was compiled for",
+            "The processor's instruction sets differ from those the entry was compiled for",
             id="instructions",
         ),
         pytest.param(
@@ -77,10 +77,14 @@ def cpu(**changes: Any) -> dict[str, Any]:
             'the environment variable TORCHINDUCTOR_FREEZING was "1" and is unset now',
             id="variable",
         ),
-        pytest.param({"kernel": "7.0"}, "It was keyed on kernel, which this cgtool does not know", id="unknown factor"),
+        pytest.param(
+            {"kernel": "7.0"},
+            "Its key has the factor kernel, which this version of cgtool does not know",
+            id="unknown factor",
+        ),
     ],
 )
-def test_what_load_takes_for_a_miss_is_unsupported(factors: dict[str, Any], reason: str) -> None:
+def test_a_factor_that_makes_load_miss_is_unsupported(factors: dict[str, Any], reason: str) -> None:
     assert verdict(key_of(**factors), MACHINE) == Verdict(level="unsupported", reasons=(reason,))
 
 
@@ -91,14 +95,14 @@ def test_what_load_takes_for_a_miss_is_unsupported(factors: dict[str, Any], reas
         pytest.param({"glibc": "2.41"}, id="newer glibc"),
         pytest.param({"compiler": None}, id="no compiler"),
         pytest.param({"driver": Driver(cuda="13.2", version="600.1", devices=("sm_90 x132",))}, id="newer driver"),
-        pytest.param({"capability": None}, id="only torch could say"),
+        pytest.param({"capability": None}, id="only torch knows"),
     ],
 )
-def test_what_load_does_not_look_at_says_nothing(changes: dict[str, Any]) -> None:
+def test_differences_that_load_ignores_are_optimal(changes: dict[str, Any]) -> None:
     assert verdict(key_of(), replace(MACHINE, **changes), glibc_needed="2.36") == Verdict(level="optimal")
 
 
-def test_a_machine_that_does_not_know_its_instructions_is_not_the_one_that_did() -> None:
+def test_unknown_instruction_sets_do_not_match_known_ones() -> None:
     assert verdict(key_of(), replace(MACHINE, instructions=None)).level == "unsupported"
 
 
@@ -110,7 +114,7 @@ def test_a_python_without_torch_supports_nothing() -> None:
 def test_an_older_glibc_than_the_native_code_needs_is_unsupported() -> None:
     said = verdict(key_of(), replace(MACHINE, glibc="2.31"), glibc_needed="2.34")
     assert said.level == "unsupported"
-    assert said.reasons[0].startswith("Its native code needs glibc 2.34 and here is 2.31")
+    assert said.reasons[0].startswith("Its native code needs glibc 2.34, and this machine has 2.31")
 
 
 def test_an_older_driver_of_the_same_cuda_loads() -> None:
@@ -118,16 +122,16 @@ def test_an_older_driver_of_the_same_cuda_loads() -> None:
     machine = replace(MACHINE, torch=built)
     said = verdict(key_of(machine), machine)
     assert said.level == "loads"
-    assert said.reasons[0].startswith("The driver serves CUDA 13.0 and torch was built with 13.1")
+    assert said.reasons[0].startswith("The driver supports CUDA 13.0 and torch was built with 13.1")
 
 
-def test_settings_of_the_process_that_compiled_are_named() -> None:
+def test_changed_settings_of_the_compiling_process_are_named() -> None:
     said = verdict(key_of(precision={**PRECISION, "float32_matmul": "high"}, inductor={"cpp.simdlen": 8}), MACHINE)
     assert said.level == "loads"
     assert "precision.float32_matmul, inductor.cpp.simdlen" in said.reasons[0]
 
 
-def test_accelerators_that_only_torch_can_tell_are_not_promised() -> None:
+def test_accelerators_that_only_torch_can_see_are_not_promised() -> None:
     said = verdict(key_of(), replace(MACHINE, accelerators=None))
     assert said.level == "loads"
     assert "--load" in said.reasons[0]
@@ -143,37 +147,37 @@ def test_accelerators_that_only_torch_can_tell_are_not_promised() -> None:
         ({1, 5}, 2, "unsupported"),
     ],
 )
-def test_ranks_are_judged_by_the_world_that_loads_them(ranks: set[int], world_size: int | None, level: str) -> None:
+def test_ranks_are_judged_by_the_world_size(ranks: set[int], world_size: int | None, level: str) -> None:
     assert verdict(key_of(), MACHINE, ranks=ranks, world_size=world_size).level == level
 
 
-def said_by(data: bytes) -> str | None:
-    """The newest version among all names of versions in a file's bytes."""
+def newest_glibc(data: bytes) -> str | None:
+    """The newest of all version names in a file's bytes."""
     return max((found.decode() for found in re.findall(rb"\0GLIBC_(\d+\.\d+)", data)), key=version_pair, default=None)
 
 
-@pytest.mark.skipif(not LIBRARIES, reason="this Python has no libraries of its own")
-def test_a_package_says_which_glibc_its_library_needs(tmp_path: Path) -> None:
+@pytest.mark.skipif(not LIBRARIES, reason="this Python ships no shared libraries")
+def test_the_glibc_a_package_needs_is_read_from_its_library(tmp_path: Path) -> None:
     for library in LIBRARIES:
         path = tmp_path / f"{library.name}.pt2"
         path.write_bytes(pack(Package(native=library.read_bytes(), metadata={})))
-        assert glibc_needed(path) == said_by(library.read_bytes()) == glibc_needed(library)
-    assert glibc_of_entry(map(str, tmp_path.iterdir())) == said_by(b"".join(path.read_bytes() for path in LIBRARIES))
+        assert glibc_needed(path) == newest_glibc(library.read_bytes()) == glibc_needed(library)
+    assert glibc_of_entry(map(str, tmp_path.iterdir())) == newest_glibc(b"".join(path.read_bytes() for path in LIBRARIES))
 
 
-@pytest.mark.skipif(not LIBRARIES, reason="this Python has no libraries of its own")
-def test_a_torn_library_says_nothing_and_never_hangs(tmp_path: Path) -> None:
+@pytest.mark.skipif(not LIBRARIES, reason="this Python ships no shared libraries")
+def test_a_truncated_library_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     whole = LIBRARIES[0].read_bytes()
     path = tmp_path / "torn.pt2"
     for kept in range(0, len(whole), len(whole) // 50):
         path.write_bytes(whole[:kept])
-        assert glibc_needed(path) == said_by(whole[:kept])
+        assert glibc_needed(path) == newest_glibc(whole[:kept])
     for at in range(64):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         glibc_needed(path)
 
 
-def test_what_is_no_package_is_passed_over(tmp_path: Path) -> None:
+def test_files_that_are_not_packages_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.eager").write_bytes(b"\x7fELF\x02\x01")
     (tmp_path / "b.pt2").write_bytes(b"")
     assert glibc_of_entry([*map(str, tmp_path.iterdir()), "gone.pt2"]) is None
