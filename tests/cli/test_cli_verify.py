@@ -128,7 +128,7 @@ def test_a_damaged_artifact_is_reported_with_exit_code_3(cache_root: Path) -> No
     ran = run("verify", cache_root)
     assert ran.code == 3
     assert f"{path} is corrupt: its digest is" in ran.out
-    assert "Mend it with `cgtool verify --repair`" in ran.out
+    assert "Repair it with `cgtool verify --repair`" in ran.out
     report = run("verify", cache_root, "--json")
     (problem,) = report.report["entries"][0]["problems"]
     assert (report.code, problem["kind"]) == (3, "digest")

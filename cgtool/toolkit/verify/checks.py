@@ -1,17 +1,17 @@
-"""The checks of `verify`: what is asked of every file that the walk through a cache yields. Writes nothing; no torch.
+"""The checks of `verify` on every file of a cache. Writes nothing; must not import torch.
 
-| place in the cache | what is asked of it | what `--repair` does (`cgtool.toolkit.verify.repair`) |
+| place in the cache | check | repair (`cgtool.toolkit.verify.repair`) |
 |---|---|---|
-| key.json | its seal, and the hash of its folder | sets the entry aside |
-| manifest.json | its seal, and the names of its folders | sets the rank aside |
-| plan.json, texts | size and digest in the manifest, under either of their names | copies, rewrites, or sets aside |
-| artifacts/ | the digest in their name, the size in manifests; all that these name are there | links, or compiles |
-| | they say within their bytes which piece and shape they are of: those of their rows | compiles |
-| signatures/ | the digest in an index's name, and signatures beside it | nothing |
-| lookup/ | a mark for each digest of a manifest that was taken in | makes the mark again |
-| units/ | the seal of unit.json, its key, and the digest and size of its artifact | copies, or forgets the unit |
+| key.json | its seal, and the hash in the folder name | sets the entry aside |
+| manifest.json | its seal, and the folder names | sets the rank aside |
+| plan.json, texts | size and digest in the manifest, also before the final rename | copies, rewrites, or sets aside |
+| artifacts/ | the digest in the name, the size in manifests; all that manifests name exist | links, or compiles |
+| | the piece and shape stored in the artifact match those of its rows | compiles |
+| signatures/ | the digest in the index's name, and the signatures beside it | nothing |
+| lookup/ | a marker for each digest of an indexed manifest | recreates the marker |
+| units/ | the seal of unit.json, its key, and the digest and size of its artifact | copies, or removes the unit |
 
-A check may run while others write, so what is found wrong is looked at again before it is told.
+Other processes may write during a check, so problems are checked again before they are reported.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from cgtool.store.walk import RankView, UnitView, view_entry, view_unit, walk_un
 from cgtool.toolkit.coverage import Planned, planned
 from cgtool.toolkit.verify.hashing import Hashed, Hasher
 
-#: What keeps something from being loaded, or would.
+#: Findings that prevent a load, or would.
 ProblemKind = Literal[
     "missing", "size", "digest", "corrupt", "schema", "unreadable", "not_a_file", "lookup", "misplaced"
 ]
-#: What is in nobody's way: what nothing names, or a warm left behind.
+#: Harmless findings: unreferenced files, and what a warm left behind.
 NoteKind = Literal["orphan", "temporary", "foreign", "unfinished"]
 
-_MEND = "Mend it with `cgtool verify --repair`, or warm the model again."
-_HALF: tuple[ProblemKind, str] = ("missing", "is missing, and its other half is there")
+_REPAIR = "Repair it with `cgtool verify --repair`, or warm the model again."
+_HALF: tuple[ProblemKind, str] = ("missing", "is missing, but its counterpart exists")
 _SIGN_AGAIN = "Remove both files of that name, and import the signed bundle again."
 _ARTIFACT = re.compile(r"[0-9a-f]{64}\.[a-z][a-z0-9_.]*")
-#: How often what keeps changing is looked at again.
+#: How often an entry that keeps changing is checked again.
 _ATTEMPTS = 4
 
 _Checked = TypeVar("_Checked", bound="_Check")
@@ -72,19 +72,19 @@ _Parsed = TypeVar("_Parsed")
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """One file or folder that a check has something to say of, as `verify --json` prints it."""
+    """A problem or a note about one file or folder, as `verify --json` prints it."""
 
-    #: Below the cache's root.
+    #: Relative to the cache's root.
     path: str
-    #: A stable word for programs.
+    #: Stable, for programs.
     kind: ProblemKind | NoteKind
-    #: What is wrong, with the whole path, and what to do; or what it is.
+    #: For people: what is wrong, with the whole path, and what to do; for a note, what the file is.
     sentence: str
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """What a check finds: the problems in the order of their paths, notes, and how many files and bytes were read."""
+    """The problems and notes of a check, sorted by path, and how many files and bytes it read."""
 
     problems: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Findings:
 
 
 class _Check(Findings):
-    """One look at an entry or a unit."""
+    """One check of an entry or a unit."""
 
     def __init__(self, layout: CacheLayout, name: str, folder: str, hasher: Hasher, *, fresh: bool) -> None:
         super().__init__()
@@ -101,23 +101,23 @@ class _Check(Findings):
         self.name = name
         self.folder = folder
         self.hasher = hasher
-        #: Whether its folder was not there as it was looked at last: it may be there again by now.
+        #: Whether the folder did not exist at the last check; it may exist again by now.
         self.is_gone = False
         self._fresh = fresh
 
     def again(self) -> Self:
-        """Return another look, which reads everything anew."""
+        """Return a new check, which reads everything anew."""
         raise NotImplementedError
 
-    def say(self, path: str | Path, kind: ProblemKind | NoteKind, sentence: str) -> Finding:
-        """Return a finding on a file, whose path may be anywhere."""
+    def finding(self, path: str | Path, kind: ProblemKind | NoteKind, sentence: str) -> Finding:
+        """Return a finding about a file, with its path made relative to the root where it lies below it."""
         text, root = str(path), f"{self.layout.root}/"
         return Finding(path=text.removeprefix(root), kind=kind, sentence=sentence)
 
-    def _is_as_named(self, path: str, *, digest: str, sizes: Collection[int], who: str, other: str = "") -> bool:
-        """Match a file to the digest and the sizes that `who` names ("the manifest"); what is wrong is a problem.
+    def _check_file(self, path: str, *, digest: str, sizes: Collection[int], who: str, other: str = "") -> bool:
+        """Check a file against the digest and sizes that `who` names ("the manifest"), and add a problem if it differs.
 
-        While it is being published it may lie under another name, `other`.
+        While it is being published it may exist under the name `other` instead.
         """
         hashed = self._read(path, sizes)
         self.files += hashed.failed != "missing"
@@ -135,70 +135,72 @@ class _Check(Findings):
         if hashed.failed == "missing":
             return self._missing(path, who)
         if hashed.failed is not None:
-            return self._of_error(path, hashed.failed)
+            return self._error_finding(path, hashed.failed)
         wrong = next((size for size in sorted(sizes) if size != hashed.size_bytes), None)
         if wrong is not None:
-            status = _status(path)  # no more was read than it should have
+            status = _status(path)  # the hasher stops one byte past the expected size
             actual = hashed.size_bytes if hashed.size_bytes < wrong or status is None else status.st_size
-            return self.say(path, "size", f"{path} has {actual} bytes and must have {wrong}. {_MEND}")
+            return self.finding(path, "size", f"{path} has {actual} bytes instead of {wrong}. {_REPAIR}")
         if hashed.digest != digest:
-            sentence = f"{path} is corrupt: its digest is {hashed.digest} and must be {digest}. {_MEND}"
-            return self.say(path, "digest", sentence)
+            sentence = f"{path} is corrupt: its digest is {hashed.digest} instead of {digest}. {_REPAIR}"
+            return self.finding(path, "digest", sentence)
         return None
 
     def _missing(self, path: str | Path, who: str) -> Finding:
-        return self.say(path, "missing", f"{path} is missing: {who} names it. {_MEND}")
+        return self.finding(path, "missing", f"{path} is missing, but {who} requires it. {_REPAIR}")
 
-    def _of_error(self, path: str | Path, error: CacheError | Literal["not_a_file"]) -> Finding:
+    def _error_finding(self, path: str | Path, error: CacheError | Literal["not_a_file"]) -> Finding:
         if error == "not_a_file":
-            sentence = f"{path} is not an ordinary file. Remove it, then mend the entry with `cgtool verify --repair`."
-            return self.say(path, error, sentence)
+            sentence = f"{path} is not a regular file. Remove it, then repair the entry with `cgtool verify --repair`."
+            return self.finding(path, error, sentence)
         if isinstance(error, CacheCorruptError):
-            return self.say(path, "corrupt", str(error))
-        return self.say(path, "schema" if isinstance(error, CacheSchemaError) else "unreadable", str(error))
+            return self.finding(path, "corrupt", str(error))
+        return self.finding(path, "schema" if isinstance(error, CacheSchemaError) else "unreadable", str(error))
 
-    def _of_record(self, path: str, error: CacheError) -> None:
-        strange = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113 - Path's raise
-        self.problems.append(self._of_error(path, "not_a_file" if strange else error))
+    def _add_record_error(self, path: str, error: CacheError) -> None:
+        is_other = os.path.exists(path) and not os.path.isfile(path)  # noqa: PTH110, PTH113 - Path's raise
+        self.problems.append(self._error_finding(path, "not_a_file" if is_other else error))
         self.files += 1
 
     def _record(self, path: str, parse: Callable[[bytes], _Parsed]) -> _Parsed | None:
-        """Read a sealed record; None where it is missing, or among the problems."""
+        """Read a sealed record; None if it is missing, or invalid and added to the problems."""
         try:
             data = read_bytes(path)
             record = None if data is None else parse(data)
         except CacheError as error:
-            self._of_record(path, error)
+            self._add_record_error(path, error)
             return None
         self.files += data is not None
         self.size_bytes += len(data or b"")
         return record
 
     def _stray(self, path: str) -> None:
-        """Note what a file is that nothing names, unless a live process is writing it just now."""
+        """Note a file that nothing names, unless a live process is writing it."""
         name = path.rpartition("/")[2]
         if is_temporary(name):
             if not writer_lives(name):
-                self.notes.append(self.say(path, "temporary", f"{path} was left by a process that is gone."))
+                self.notes.append(
+                    self.finding(path, "temporary", f"{path} was left behind by a process that has ended.")
+                )
         elif re.fullmatch(NEXT, name):
-            sentence = f"{path} was left by a process that was ended as it wrote."
-            self.notes.append(self.say(path, "temporary", sentence))
+            sentence = f"{path} was left behind by a process that was killed while writing."
+            self.notes.append(self.finding(path, "temporary", sentence))
         else:
-            self.notes.append(self.say(path, "foreign", f"{path} is not one of cgtool's files."))
+            self.notes.append(self.finding(path, "foreign", f"{path} is not a cgtool file."))
 
     def _orphan(self, path: str) -> None:
-        self.notes.append(self.say(path, "orphan", f"{path} is named by no manifest: `cgtool prune` removes it."))
+        self.notes.append(self.finding(path, "orphan", f"No manifest names {path}: `cgtool prune` removes it."))
 
     def _unfinished(self) -> None:
-        sentence = f"{self.folder} was begun and never finished: warming the same model goes on from there."
-        self.notes.append(self.say(self.folder, "unfinished", sentence))
+        sentence = f"{self.folder} was started but never finished: warming the same model resumes it."
+        self.notes.append(self.finding(self.folder, "unfinished", sentence))
 
 
 class EntryCheck(_Check):
-    """One look at an entry: what it finds, and the records that are intact.
+    """One check of an entry: its findings, and its intact records.
 
-    Its fields: `problems` in the order of their paths, `notes`, `files` and `size_bytes` that were read; `key` (None
-    where key.json is not intact), `manifests`, and which pieces their plans say are compiled.
+    Besides those of `Findings`, its fields are `key` (None if key.json is not intact), `manifests`, and `plans`: the
+    pieces that each rank's plan lists as compiled.
     """
 
     def __init__(self, layout: CacheLayout, hash_: str, hasher: Hasher, *, fresh: bool = False) -> None:
@@ -208,11 +210,11 @@ class EntryCheck(_Check):
         view = view_entry(layout, hash_)
         self.manifests: tuple[Manifest, ...] = view.manifests
         self.plans: dict[RankName, Planned] = {}
-        self.problems += [self._of_error(error.path or self.folder, error) for error in view.unlisted]
+        self.problems += [self._error_finding(error.path or self.folder, error) for error in view.unlisted]
         for rank in view.ranks:
             self._rank(rank)
-        begun = ARTIFACTS in view.files or (not view.files and may_exist(self.folder))
-        if self.key is None and KEY_FILE not in view.files and (self.manifests or not begun):
+        is_started = ARTIFACTS in view.files or (not view.files and may_exist(self.folder))
+        if self.key is None and KEY_FILE not in view.files and (self.manifests or not is_started):
             self.problems.append(self._missing(path, "every entry"))
         elif not self.manifests and not self.problems:
             self._unfinished()
@@ -229,23 +231,23 @@ class EntryCheck(_Check):
         broken = {problem.path for problem in self.problems}
         for manifest in self.manifests:
             self._plan(manifest, broken)
-        for mark in {mark for manifest in self.manifests for mark in LookupStore(layout).lost(manifest)}:
-            sentence = f"{mark} is missing: without it load passes the entry over. {_MEND}"
-            self.problems.append(self.say(mark, "lookup", sentence))
+        for marker in {marker for manifest in self.manifests for marker in LookupStore(layout).lost(manifest)}:
+            sentence = f"{marker} is missing: load does not find the entry without it. {_REPAIR}"
+            self.problems.append(self.finding(marker, "lookup", sentence))
         self.problems.sort(key=lambda problem: (problem.path, problem.kind))
         self.notes.sort(key=lambda note: note.path)
 
     def again(self) -> Self:
-        """Return another look, which reads everything anew."""
+        """Return a new check, which reads everything anew."""
         return type(self)(self.layout, self.name, self.hasher, fresh=True)
 
     def _rank(self, rank: RankView) -> None:
         path, manifest = f"{rank.folder}/{MANIFEST_FILE}", rank.manifest
         if manifest is None:
             if rank.problem is not None:
-                self._of_record(path, rank.problem)
+                self._add_record_error(path, rank.problem)
             elif PLAN_FILE in rank.files:
-                self.problems.append(self._missing(path, f"a {PLAN_FILE} beside it"))
+                self.problems.append(self._missing(path, f"the {PLAN_FILE} beside it"))
             for name in filter(is_temporary, rank.files):
                 self._stray(f"{rank.folder}/{name}")
             return
@@ -255,7 +257,7 @@ class EntryCheck(_Check):
         for name, record in manifest.files.items():
             other = f".{name}.{record.sha256}.next"
             others.discard(other)
-            self._is_as_named(
+            self._check_file(
                 f"{rank.folder}/{name}",
                 digest=record.sha256,
                 sizes=(record.size_bytes,),
@@ -268,25 +270,25 @@ class EntryCheck(_Check):
             self._stray(f"{rank.folder}/{name}")
 
     def _artifacts(self, there: Mapping[str, int], *, is_complete: bool) -> None:
-        """Read the artifacts; where every manifest is known, those that none of them names are orphans."""
+        """Check the artifacts; if every manifest is intact, those that none of them names are orphans."""
         folder = f"{self.folder}/{ARTIFACTS}"
         sizes: dict[str, set[int]] = {}
         for row in (row for manifest in self.manifests for row in manifest.rows):
             sizes.setdefault(row.artifact.file, set()).add(row.artifact.size_bytes)
         listed = not any(problem.path.endswith(f"/{ARTIFACTS}") for problem in self.problems)
-        # In the order in which a file system that has one laid them down, and then those that are missing.
+        # By inode, the order in which most file systems stored them, and then the missing ones.
         for name in [*sorted(there, key=there.__getitem__), *sorted(sizes.keys() - there.keys() if listed else ())]:
             path = f"{folder}/{name}"
             if name in sizes:
-                self._is_as_named(path, digest=name[:64], sizes=sizes[name], who="a manifest")
+                self._check_file(path, digest=name[:64], sizes=sizes[name], who="a manifest")
             elif _ARTIFACT.fullmatch(name):
-                if self._is_as_named(path, digest=name[:64], sizes=(), who="a folder") and is_complete:
+                if self._check_file(path, digest=name[:64], sizes=(), who="a folder") and is_complete:
                     self._orphan(path)
             else:
                 self._stray(path)
 
     def _signatures(self, folder: str) -> None:
-        """Check what import left of who signed the entry; whose signatures they are is for load's policy to say."""
+        """Check the signatures that import kept; load's policy decides whose signatures to trust."""
         names = set(names_in(folder))
         ours = {name for name in names if is_hash(name[:64]) and name[64:] in (".json", ".sig")}
         for name in sorted(names - ours):
@@ -295,33 +297,33 @@ class EntryCheck(_Check):
             for end, most in ((".json", Limits().max_index_bytes), (".sig", MAX_SIGNATURE_BYTES)):
                 path = f"{folder}/{stem}{end}"
                 try:
-                    said = _signature_problem(path, stem, end, most) if path.rpartition("/")[2] in names else _HALF
+                    problem = _signature_problem(path, stem, end, most) if path.rpartition("/")[2] in names else _HALF
                 except CacheError as error:
-                    self.problems.append(self._of_error(path, error))
+                    self.problems.append(self._error_finding(path, error))
                     continue
-                if said is not None:
-                    self.problems.append(self.say(path, said[0], f"{path} {said[1]}. {_SIGN_AGAIN}"))
+                if problem is not None:
+                    self.problems.append(self.finding(path, problem[0], f"{path} {problem[1]}. {_SIGN_AGAIN}"))
 
     def _plan(self, manifest: Manifest, broken: Collection[str]) -> None:
-        """Read an intact plan, and match what artifacts say of themselves to the rows that lead to them."""
+        """Read an intact plan, and check that each artifact was compiled for the rows that name it."""
         path = self.layout.rank_dir(manifest.name) / PLAN_FILE
         if str(path.relative_to(self.layout.root)) in broken:
             return
         try:
             plan = parse_plan(path.read_bytes(), path=path)
-        except (OSError, CacheError):  # it is being published just now
+        except (OSError, CacheError):  # it is being published
             return
         self.plans[manifest.name] = planned(plan)
         folder = Path(self.folder, ARTIFACTS)
         for row, error in misplaced(manifest, plan, folder):
             at = folder / row.artifact.file
-            problem = self.say(at, "misplaced", f"{at} is not what its row says. {error}")
+            problem = self.finding(at, "misplaced", f"{at} does not match its row. {error}")
             if problem.path not in broken and problem not in self.problems:
                 self.problems.append(problem)
 
 
 class UnitCheck(_Check):
-    """One look at a unit; it has the fields of an `EntryCheck` that are no records."""
+    """One check of a unit, with the fields of `Findings`."""
 
     def __init__(self, layout: CacheLayout, unit: UnitView, hasher: Hasher, *, fresh: bool = False) -> None:
         super().__init__(layout, unit.key, unit.folder, hasher, fresh=fresh)
@@ -332,7 +334,7 @@ class UnitCheck(_Check):
         artifact = self._record(path, lambda data: parse_unit(data, path=path, key=unit.key))
         others = sorted({*unit.files} - {UNIT_FILE, "lock", "" if artifact is None else artifact.file})
         if artifact is not None:
-            self._is_as_named(
+            self._check_file(
                 f"{unit.folder}/{artifact.file}",
                 digest=artifact.digest,
                 sizes=(artifact.size_bytes,),
@@ -348,23 +350,23 @@ class UnitCheck(_Check):
                 self._stray(f"{unit.folder}/{name}")
 
     def again(self) -> Self:
-        """Return another look, which reads everything anew."""
+        """Return a new check, which reads everything anew."""
         return type(self)(self.layout, view_unit(self.folder), self.hasher, fresh=True)
 
 
 def check_entry(layout: CacheLayout, hash_: str, hasher: Hasher | None = None) -> EntryCheck:
-    """Read and match every file of one entry; one that is not there lacks its key.json."""
+    """Check every file of one entry; if the entry does not exist, its key.json is missing."""
     return _settled(EntryCheck(layout, hash_, hasher or Hasher()))
 
 
 def check_entries(layout: CacheLayout, hashes: Iterable[str], hasher: Hasher) -> Iterator[EntryCheck]:
-    """Yield what is found in each of several entries, in their order; those that vanish meanwhile are left out."""
+    """Yield the check of each entry, in order; entries that vanish meanwhile are left out."""
     checks = hasher.map(lambda hash_: check_entry(layout, hash_, hasher), hashes)
     return (check for check in checks if not check.is_gone)
 
 
 def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
-    """Read and match every unit of a cache; what an entry shares, and `hasher` has read, is not read again."""
+    """Check every unit of a cache; files shared with an entry that `hasher` has read are not read again."""
     unlisted: list[CacheError] = []
     found = Findings()
     units = hasher.map(lambda unit: _settled(UnitCheck(layout, unit, hasher)), walk_units(layout, unlisted))
@@ -380,7 +382,7 @@ def check_units(layout: CacheLayout, hasher: Hasher) -> Findings:
 
 
 def _settled(found: _Checked) -> _Checked:
-    """Return what two looks one after the other agree on, for a writer or a pruner may be at work."""
+    """Repeat a check that found problems until two in a row agree: a writer or a prune may be at work."""
     for _ in range(_ATTEMPTS):
         if not found.problems:
             break
@@ -396,9 +398,9 @@ def _settled(found: _Checked) -> _Checked:
 
 
 def _inode(path: str) -> int | None:
-    """Return the inode of what is there, 0 where it cannot be asked; None where nothing is."""
+    """Return the inode of a path, 0 if it cannot be read, or None if nothing exists there."""
     try:
-        return os.stat(path).st_ino  # noqa: PTH116 - a str, as all of its neighbours
+        return os.stat(path).st_ino  # noqa: PTH116 - paths are str throughout the checks
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
@@ -412,16 +414,16 @@ def _signature_problem(path: str, stem: str, end: str, most: int) -> tuple[Probl
     if data is None:
         return "not_a_file", "is not a file that import writes"
     if end == ".json":
-        return None if sha256_hex(data) == stem else ("digest", "differs from the digest in its name")
+        return None if sha256_hex(data) == stem else ("digest", "does not match the digest in its name")
     try:
         parse_signatures(data)
     except RefusedError:
-        return "corrupt", "holds no signatures"
+        return "corrupt", "holds no valid signatures"
     return None
 
 
 def _status(path: str) -> os.stat_result | None:
     try:
-        return os.stat(path)  # noqa: PTH116 - a str, as all of its neighbours
+        return os.stat(path)  # noqa: PTH116 - paths are str throughout the checks
     except OSError:
         return None

@@ -59,7 +59,7 @@ class Hasher:
             yield from self._pool.map(check, batch)
 
     def read(self, path: str, *, limit: int | None = None, fresh: bool = False) -> Hashed:
-        """Hash a file, reading one byte more than `limit` at most; `fresh` also rereads an inode that was read before."""
+        """Hash a file up to one byte past `limit`; `fresh` rereads an inode that was read before."""
         try:
             descriptor = os.open(path, _FLAGS)
             try:

@@ -1,9 +1,9 @@
-"""`verify --load`: the proof that entries open where nothing can be compiled, in a child with poisoned surroundings.
+"""`verify --load`: prove that entries open in a child process that cannot compile.
 
-Importable without torch, which the child alone imports (`main`). The child has a PATH with nothing on it but tools that
-fail and leave their names, no compiler in CXX, and empty folders for the caches of torch and triton. It opens nothing
-that load would not believe, and what was matched to its digest is what it opens. It says what it opens before it opens
-it: where it dies, that is what it died of, and another child goes on with the rest.
+Importable without torch; only the child (`main`) imports it. The child's PATH holds only fake tools that fail and log
+their names, CXX names no compiler, and the cache folders of torch and triton are empty. It opens only what load would
+trust, and the verified bytes are the ones that are opened. It reports each artifact before opening it, so that the
+parent knows which artifact crashed it; another child continues with the rest.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from cgtool.plan.pieces import PieceGraph
     from cgtool.runtime.aoti_package import Packages
 
-#: What compiles, or is asked by what compiles.
+#: Compilers, and tools that compilers call.
 _TOOLS = (
     *("g++", "gcc", "c++", "cc", "cpp", "clang", "clang++", "icx", "icpx", "ld", "as", "ptxas", "nvcc", "hipcc"),
     *("cuobjdump", "nvdisasm", "make", "ninja", "cmake"),
 )
 _NO_COMPILER = "/nonexistent/c++"
 
-_Say = Callable[["Opening"], None]
+_OnOpening = Callable[["Opening"], None]
 
 
 class LoadSetup(Record, frozen=True, kw_only=True):
-    """What every request is about: the cache, the model, if one is to be called, and as which rank."""
+    """The cache, the model to call (None: artifacts only), and the rank to load it as."""
 
     root: str
     model: ModelChoice | None
@@ -53,7 +53,7 @@ class LoadSetup(Record, frozen=True, kw_only=True):
 
 
 class LoadRequest(Record, frozen=True, kw_only=True):
-    """A rank and prefix to open; without one, the model is to be loaded and called, which `among` should serve."""
+    """A rank and prefix to open; without `name`, load and call the model, which an entry of `among` must serve."""
 
     name: RankName | None = None
     among: tuple[RankName, ...] = ()
@@ -66,7 +66,7 @@ class Opening(Record, frozen=True, kw_only=True):
 
 
 class LoadProblem(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Why an artifact, or with the path "" a whole rank, could not be opened."""
+    """Why an artifact could not be opened, or with the path "", a whole rank."""
 
     path: str
     kind: Literal["load"] = "load"
@@ -74,7 +74,7 @@ class LoadProblem(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Opened(Record, frozen=True, kw_only=True):
-    """What came of opening one rank and prefix: how many artifacts could be opened, and which could not."""
+    """The result of opening one rank and prefix: how many artifacts opened, and which did not."""
 
     hash: str
     rank: int
@@ -84,30 +84,30 @@ class Opened(Record, frozen=True, kw_only=True):
 
 
 class Called(Record, frozen=True, kw_only=True):
-    """What came of loading the model and calling it once."""
+    """The result of loading the model and calling it once."""
 
-    #: The entry that served it; None where none did.
+    #: The entry that served it; None if none did.
     hash: str | None
-    #: Whether it gave an output.
+    #: Whether the call returned.
     called: bool
-    #: Why not; "" where it did.
+    #: Why the call failed; "" if it returned.
     sentence: str
 
 
 class LoadAnswer(Record, frozen=True, kw_only=True):
-    """What came of a request; of a model that no entry was named for, what came of opening the one that serves it."""
+    """The result of a request; for a model without named entries, also that of opening the entry that serves it."""
 
     opened: Opened | None = None
     called: Called | None = None
 
 
 class LoadProof(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What the child could open where nothing can be compiled."""
+    """The result of opening artifacts in a process that cannot compile."""
 
     entries: tuple[Opened, ...]
-    #: What came of the model; None where none was named.
+    #: The result for the model; None if none was named.
     model: Called | None
-    #: Commands of compilers that were tried.
+    #: The compiler commands that were attempted.
     compiled: tuple[str, ...]
 
     @property
@@ -120,12 +120,12 @@ class LoadProof(Record, frozen=True, kw_only=True, omit_defaults=False):
 def prove_load(
     root: Path, names: Sequence[RankName], *, model: ModelChoice | None = None, rank: int | None = None
 ) -> LoadProof:
-    """Open every artifact of some entries, and call a model once, in a process that can compile nothing.
+    """Open every artifact of the named entries, and call a model once, in a process that cannot compile.
 
-    With a model and no names, the entry that serves the model is opened.
+    With a model and no names, only the entry that serves the model is opened.
     """
     setup = LoadSetup(root=str(root), model=model, rank=rank)
-    with _nothing_that_compiles() as (variables, tried):
+    with _no_compiler_environment() as (variables, tried):
         with Children("cgtool.toolkit.verify.load:main", limit=1, setup=setup, variables=variables) as children:
             answers = [_ask(children, LoadRequest(name=name), setup) for name in names]
             if model is not None:
@@ -139,29 +139,29 @@ def prove_load(
 
 
 def _ask(children: Children, request: LoadRequest, setup: LoadSetup) -> LoadAnswer:
-    """Put a request to a child, and say what it died of where it does."""
+    """Send a request to a child; if the child dies, report the artifact it was opening."""
     opening: list[Opening] = []
     try:
         asked = children.ask(request, answer=LoadAnswer, note=Opening, on_note=opening.append, timeout_secs=None)
         answer: LoadAnswer = asked.record
     except ChildEndedError as error:
         how = error.ending.how
-        words = f" It said: {error.ending.key_line}" if error.ending.key_line else ""
+        log = f" Its last output: {error.ending.key_line}" if error.ending.key_line else ""
         if request.name is None:
             model = "" if setup.model is None else setup.model.model
-            sentence = f"The process that loaded and called {model} {how}.{words}"
+            sentence = f"The process that loaded and called {model} {how}.{log}"
             return LoadAnswer(called=Called(hash=None, called=False, sentence=sentence))
-        file, sentence = "", f"The process that was to open it {how} as it started.{words}"
+        file, sentence = "", f"The process that was to open it {how} during start-up.{log}"
         if opening:
             file = opening[-1].file
-            sentence = f"The process that opened {file} {how}. Warm the model again here.{words}"
+            sentence = f"The process that opened {file} {how}. Warm the model again on this machine.{log}"
         return LoadAnswer(opened=_opened(request.name, 0, [LoadProblem(path=file, sentence=sentence)]))
     return answer
 
 
 @contextmanager
-def _nothing_that_compiles() -> Iterator[tuple[dict[str, str], Path]]:
-    """Yield the environment of a process that finds nothing that compiles, and the file of what it tried."""
+def _no_compiler_environment() -> Iterator[tuple[dict[str, str], Path]]:
+    """Yield an environment without compilers, and the file that logs the attempts to run one."""
     folder = Path(tempfile.mkdtemp(prefix="cgtool-verify-"))
     try:
         tools, tried = folder / "tools", folder / "tried"
@@ -191,17 +191,14 @@ def _opened(name: RankName, opened: int, problems: Sequence[LoadProblem]) -> Ope
     return Opened(hash=name.hash, rank=name.rank, prefix=name.prefix, opened=opened, problems=tuple(problems))
 
 
-# The program of the child.
-
-
 def main(channel: Channel) -> None:
-    """Build the model, and do what each request asks."""
+    """Build the model, and answer each request; the program of the child."""
     setup = channel.setup(LoadSetup)
     layout = CacheLayout(root=Path(os.path.realpath(setup.root)))
     spec: ModelSpec | None = None
     failure = ""
     for number, (request, _) in enumerate(channel.requests(LoadRequest)):
-        if setup.model is not None and number == 0:  # what registers its ops comes before what calls them
+        if setup.model is not None and number == 0:  # registers the custom ops that artifacts call
             try:
                 spec = setup.model.build(weights="real")
             except CgtoolError as error:
@@ -211,10 +208,10 @@ def main(channel: Channel) -> None:
         elif spec is None:
             channel.answer(LoadAnswer(called=Called(hash=None, called=False, sentence=failure)))
         else:
-            channel.answer(_called(layout, spec, setup, request, channel.note))
+            channel.answer(_call_model(layout, spec, setup, request, channel.note))
 
 
-def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> Opened:
+def _open_all(layout: CacheLayout, name: RankName, on_opening: _OnOpening) -> Opened:
     """Open every artifact of a rank and prefix, each for every graph that it serves."""
     opened = 0
     problems: list[LoadProblem] = []
@@ -223,16 +220,18 @@ def _open_all(layout: CacheLayout, name: RankName, say: _Say) -> Opened:
         records = policy.read(layout, name)
         entry = None if records is None else policy.entry(layout, name, records)
         if entry is None:
-            problems.append(LoadProblem(path="", sentence=f"There is no entry {name.flat} any more."))
+            problems.append(LoadProblem(path="", sentence=f"The entry {name.flat} no longer exists."))
         else:
-            opened, problems = _open_entry(layout, name, entry, say)
+            opened, problems = _open_entry(layout, name, entry, on_opening)
     except CgtoolError as error:
         problems.append(LoadProblem(path="", sentence=str(error)))
     return _opened(name, opened, problems)
 
 
-def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: _Say) -> tuple[int, list[LoadProblem]]:
-    # torch comes with these, and in this process alone
+def _open_entry(
+    layout: CacheLayout, name: RankName, entry: Entry, on_opening: _OnOpening
+) -> tuple[int, list[LoadProblem]]:
+    # Imported lazily: these import torch, which only the child needs.
     from cgtool.runtime.aoti_package import Packages
     from cgtool.runtime.dispatch import graph_at, symbol_bounds
 
@@ -245,23 +244,23 @@ def _open_entry(layout: CacheLayout, name: RankName, entry: Entry, say: _Say) ->
             step = steps[row.variant].get(row.piece_index) if row.variant < len(steps) else None
             file = row.artifact.file
             if step is None:
-                sentence = f"The manifest names piece {row.piece_index}, which its plan lacks."
+                sentence = f"The manifest names piece {row.piece_index}, which is not in its plan."
                 problems.append(LoadProblem(path=file, sentence=sentence))
                 continue
             key = row.artifact.digest, step.graph, repr(row.shape), repr(step.symbols)
             if key in seen:
                 continue
             seen.add(key)
-            say(Opening(file=file))
+            on_opening(Opening(file=file))
             try:
                 bounds = symbol_bounds(plan.variants[row.variant], row.shape)
                 graph = graph_at(plan.graphs[step.graph], step, bounds)
                 _open(row.adaptor, code_of(entry.artifact(row.artifact), row, step.graph), graph, packages)
             except CgtoolError as error:
                 problems.append(LoadProblem(path=file, sentence=str(error)))
-            except Exception as error:  # noqa: BLE001 - Inductor's own artifacts fail with whatever they like
-                said = (str(error).strip().splitlines() or [""])[0]
-                sentence = f"It cannot be opened where nothing compiles: {type(error).__name__}: {said}"
+            except Exception as error:  # noqa: BLE001 - Inductor's artifacts can raise anything
+                message = (str(error).strip().splitlines() or [""])[0]
+                sentence = f"It cannot be opened without a compiler: {type(error).__name__}: {message}"
                 problems.append(LoadProblem(path=file, sentence=sentence))
     return len({key[0] for key in seen} - {problem.path[:64] for problem in problems}), problems
 
@@ -279,8 +278,10 @@ def _open(adaptor: str, data: bytes, graph: PieceGraph, packages: Packages) -> N
         get_adaptor(adaptor).load(data, graph)
 
 
-def _called(layout: CacheLayout, spec: ModelSpec, setup: LoadSetup, request: LoadRequest, say: _Say) -> LoadAnswer:
-    """Load the model and call it once; where no entry was named, the one that serves it is opened too."""
+def _call_model(
+    layout: CacheLayout, spec: ModelSpec, setup: LoadSetup, request: LoadRequest, on_opening: _OnOpening
+) -> LoadAnswer:
+    """Load the model and call it once; if no entry was named, also open the one that serves it."""
     import torch
 
     from cgtool.api import load
@@ -295,10 +296,10 @@ def _called(layout: CacheLayout, spec: ModelSpec, setup: LoadSetup, request: Loa
         found = finder.find().entry.name
         hash_ = found.hash
         if not request.among:
-            opened = _open_all(layout, found, say)
+            opened = _open_all(layout, found, on_opening)
         elif found not in request.among:
-            known = ", ".join(dict.fromkeys(short(name.hash) for name in request.among))
-            sentence = f"The model is served by entry {short(found.hash)}, and {known} was to be proved."
+            expected = ", ".join(dict.fromkeys(short(name.hash) for name in request.among))
+            sentence = f"Entry {short(found.hash)} serves the model, not {expected}."
             return LoadAnswer(called=Called(hash=hash_, called=False, sentence=sentence))
         loaded = load(spec.module, cache_dir=layout.root, prefix=spec.prefix, rank=as_rank)
         (call, *_) = spec.calls

@@ -1,11 +1,11 @@
-"""`verify`: whether everything in a cache is what it was, whole, and fit for this machine; mending and proving it.
+"""`verify`: check that a cache is intact, complete and loadable here; repair it, and test-load it.
 
-Prints nothing. Importable without torch: only the child of `--load`, and what `--repair` compiles, need it. The fields
-of `VerifyReport` and of the records below it are what `verify --json` prints.
+Prints nothing. Importable without torch: only the child of `--load` and a `--repair` that compiles need it. The fields
+of `VerifyReport` and of the records in it are what `verify --json` prints.
 
-The check says no where anything is damaged, missing or refused. A verdict alone makes it say no where an entry was
-named (or a bundle, which `import` takes whole or not at all), where no entry is supported here, and under `--strict`: a
-cache that many machines fill holds entries of others, and that is no failure of it.
+Verification fails if anything is damaged, missing or refused. An unsupported entry fails it only if the entry was named
+(or is in a bundle, which `import` takes whole or not at all), if no entry is supported here, or under `--strict`: a
+cache that many machines fill holds entries for other machines, which is not a failure.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from cgtool.toolkit.verify.repair import Repair, compile_again, repair_entry, re
 from cgtool.toolkit.verify.verdict import Level, Verdict, glibc_of_entry, verdict
 
 SCHEMA = 2
-#: What is set right shows what else is wrong: a spelling, then an artifact, then an orphan that its successor leaves.
+#: Each repair can reveal further damage: a record, then an artifact, then an orphan that its replacement leaves.
 _ROUNDS = 5
 
 
 class EntryReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What is to be said of one entry."""
+    """The result for one entry."""
 
     hash: str
     models: tuple[str, ...]
     verdict: Verdict
-    #: What is wrong with its files; nothing of an entry that was set aside.
+    #: What is wrong with its files; empty for an entry that was set aside.
     problems: tuple[Finding, ...]
-    #: What is in nobody's way.
+    #: Harmless findings.
     notes: tuple[Finding, ...]
     holes: tuple[Hole, ...] = ()
-    #: (prefix, rank) of each rank that should be there.
+    #: (prefix, rank) of each missing rank.
     missing_ranks: tuple[tuple[str, int], ...] = ()
-    #: How many compiled pieces are missing that cannot be named.
+    #: How many compiled pieces are missing but cannot be named.
     unknown_pieces: int = 0
-    #: What was done about it before this was found.
+    #: The repairs made before this result was found.
     repairs: tuple[Repair, ...] = ()
-    #: Whether load would not believe it: for who may write to it, or for want of a signature.
+    #: Whether load would refuse it, because of who can write to it or because a signature is missing.
     refused: bool = False
     #: How many of its files were read.
     files: int
@@ -69,17 +69,17 @@ class EntryReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether nothing of it is published: a warm has begun it, or it was set aside."""
+        """Whether nothing of it is published: a warm has started it, or it was set aside."""
         return not self.problems and not self.models
 
     def is_ok(self, levels: Collection[Level]) -> bool:
-        """Return whether the check says yes, where these verdicts will do."""
+        """Return whether the entry passes, given the acceptable verdicts."""
         wrong = self.problems or self.holes or self.missing_ranks or self.unknown_pieces or self.refused
         return not wrong and (self.verdict.level in levels or self.is_unfinished)
 
 
 class UnitsReport(Record, frozen=True, kw_only=True):
-    """What was found among the units, and what was done about them before that."""
+    """The result for the units, and the repairs made before it was found."""
 
     problems: tuple[Finding, ...]
     notes: tuple[Finding, ...]
@@ -88,21 +88,21 @@ class UnitsReport(Record, frozen=True, kw_only=True):
 
 
 class VerifyReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What was found in a cache."""
+    """The result for a cache."""
 
     schema: int = SCHEMA
     #: The cache's root, or the bundle.
     root: str
     entries: tuple[EntryReport, ...]
-    #: What was found among the units; None where only entries were asked for.
+    #: None if only entries were checked.
     units: UnitsReport | None
-    #: What a process that can compile nothing could open; None where that was not asked for.
+    #: The result of opening artifacts in a process that cannot compile; None unless requested.
     load: LoadProof | None
     files: int
-    #: How many bytes they hold; what an entry shares with a unit counts for both.
+    #: How many bytes were checked; a file that an entry shares with a unit counts for both.
     size_bytes: int
     secs: float
-    #: On account of how many entries the check says no.
+    #: How many entries failed.
     failed: int
     ok: bool
 
@@ -122,60 +122,60 @@ def verify(
     rank: int | None = None,
     on_event: OnEvent = ignore,
 ) -> VerifyReport:
-    """Read and match every file of a cache, and judge whether this machine loads its entries.
+    """Check every file of a cache against its digest, and judge whether this machine loads the entries.
 
     Args:
-        targets: Beginnings of hashes, or one place as `cgtool.toolkit.places` has them. Empty: the whole cache.
-        cache_dir: The cache's root; None means the user's own.
+        targets: Abbreviated hashes, or one place in the grammar of `cgtool.toolkit.places`. Empty: the whole cache.
+        cache_dir: The cache's root; None means the configured root or the user's default.
         names_cache: Whether the user named that root with an option.
-        strict: Whether an entry that loads and is not optimal fails the check.
-        world_size: How many ranks each entry must have; None: as many as its greatest.
-        jobs: How many files are read at a time; None: as many as there are cores.
-        load: Whether to open every artifact in a process that can compile nothing.
-        repair: Whether to mend what is found wrong.
-        model: A model to load and call once in that process; None: artifacts alone are opened.
-        rank: The rank to load it as; None takes the environment's word.
-        on_event: Told of each entry as it goes.
+        strict: Whether an entry that loads but is not optimal fails.
+        world_size: How many ranks each entry must have; None means all up to its highest rank.
+        jobs: How many files are read at a time; None means one for each core.
+        load: Whether to open every artifact in a process that cannot compile.
+        repair: Whether to repair what is found wrong.
+        model: A model to load and call once in that process; None opens artifacts only.
+        rank: The rank to load it as; None means the one in the environment.
+        on_event: Called after each entry.
 
     Raises:
-        UsageError: A target fits no entry or several; or a bundle is to be loaded or mended.
-        RefusedError: A bundle is not whole, or not what its index says.
-        CacheError: There is no such cache, it is none, or it cannot be listed; with `repair`, or be written.
+        UsageError: A target matches no entry or several, or a bundle is to be loaded or repaired.
+        RefusedError: A bundle is incomplete, or does not match its index.
+        CacheError: The cache does not exist, is not a cache or cannot be listed; with `repair`, cannot be written.
     """
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        place, hashes = _chosen(stack, targets, cache_dir, names_cache=names_cache)
+        place, hashes = _select(stack, targets, cache_dir, names_cache=names_cache)
         layout, is_bundle = place.layout, place.is_copy and not is_remote(targets[0])
         if place.is_copy and (load or repair):
             how = "Import it first (`cgtool import`)" if is_bundle else "Pull it first (`cgtool pull`)"
-            raise UsageError(f"{place.text} is only looked at. {how}, then load or mend it.", path=place.text)
-        found = _Verification(
+            raise UsageError(f"{place.text} cannot be loaded or repaired in place. {how}.", path=place.text)
+        verification = _Verification(
             layout,
             jobs=jobs,
             world_size=world_size,
             with_units=not is_bundle,
-            # Load asks nothing of what must be imported or pulled first.
+            # The trust policy applies once the entries are imported or pulled.
             policy=None if place.is_copy else TrustPolicy.of(),
             on_event=on_event,
         )
-        found.check(hashes)
+        verification.check(hashes)
         if repair:
-            found.repair()
+            verification.repair()
         proof = None
         if load or model is not None:
-            # Of a model alone, the entry that serves it is opened.
-            names = found.loadable() if targets or model is None else []
-            on_event(Event(phase="start", message="opening artifacts in a process that can compile nothing"))
+            # With a model and no targets, only the entry that serves the model is opened.
+            names = verification.loadable() if targets or model is None else []
+            on_event(Event(phase="start", message="opening artifacts in a process that cannot compile"))
             proof = prove_load(layout.root, names, model=model, rank=rank)
-    entries, units = tuple(found.entries), found.units
+    entries, units = tuple(verification.entries), verification.units
     failed = _failed(entries, strict=strict, is_cache=units is not None)
     return VerifyReport(
         root=place.text if place.is_copy else str(layout.root),
         entries=entries,
         units=units,
         load=proof,
-        files=sum(one.files for one in entries) + (units.files if units else 0),
-        size_bytes=sum(one.size_bytes for one in entries) + found.unit_bytes,
+        files=sum(entry.files for entry in entries) + (units.files if units else 0),
+        size_bytes=sum(entry.size_bytes for entry in entries) + verification.unit_bytes,
         secs=round(time.perf_counter() - began, 3),
         failed=failed,
         ok=not failed and not (units and units.problems) and (proof is None or proof.ok),
@@ -183,7 +183,7 @@ def verify(
 
 
 def _failed(entries: Sequence[EntryReport], *, strict: bool, is_cache: bool) -> int:
-    """Count the entries on account of which the check says no; those of other machines are no failure of a cache."""
+    """Count the entries that fail; in a cache, entries for other machines do not, if any is supported here."""
     levels: tuple[Level, ...] = ("optimal",) if strict else ("optimal", "loads")
     if not strict and is_cache and any(entry.verdict.level in levels for entry in entries):
         levels = (*levels, "unsupported")
@@ -191,7 +191,7 @@ def _failed(entries: Sequence[EntryReport], *, strict: bool, is_cache: bool) -> 
 
 
 class _Verification:
-    """One look at a cache: what it found in each entry (`checks`, `entries`) and among the units."""
+    """One verification of a cache: the checks and results of its entries, and the result of its units."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class _Verification:
         self._policy = policy
 
     def check(self, hashes: Sequence[str] | None) -> None:
-        """Look at some entries; with None at all of them, and at the units."""
+        """Check some entries; None means all of them, and the units."""
         wanted = self.layout.hashes() if hashes is None else hashes
         if not wanted:
             check_known(self.layout.root)
@@ -224,71 +224,71 @@ class _Verification:
         with gc_paused(), Hasher(self._jobs) as hasher:
             for found in check_entries(self.layout, wanted, hasher):
                 self.checks.append(found)
-                self.entries.append(self._judged(found))
+                self.entries.append(self._report(found))
                 done = len(self.entries)
                 self._on_event(Event(phase="verify", message=short(found.name), done=done, total=len(wanted)))
             if hashes is None and self._with_units:
                 self._on_event(Event(phase="verify", message="units"))
-                self._take_units(check_units(self.layout, hasher))
+                self._set_units(check_units(self.layout, hasher))
 
     def repair(self) -> None:
-        """Mend what was found, and look again."""
-        mended = [self._repaired(*pair) for pair in zip(self.checks, self.entries, strict=True)]
-        self.checks = [check for check, _ in mended]
-        self.entries = [one for _, one in mended if one.repairs or self.layout.entry_dir(one.hash).exists()]
+        """Repair what was found, and check again."""
+        repaired = [self._repair_entry(*pair) for pair in zip(self.checks, self.entries, strict=True)]
+        self.checks = [check for check, _ in repaired]
+        self.entries = [entry for _, entry in repaired if entry.repairs or self.layout.entry_dir(entry.hash).exists()]
         if self.units is not None and self.units.problems:
-            with Hasher(self._jobs) as hasher:  # mending the entries may have mended units, too
+            with Hasher(self._jobs) as hasher:  # repairing the entries may have repaired units too
                 repairs = tuple(repair_units(self.layout, check_units(self.layout, hasher)))
             with Hasher(self._jobs) as hasher:
-                self._take_units(check_units(self.layout, hasher), repairs)
+                self._set_units(check_units(self.layout, hasher), repairs)
 
     def loadable(self) -> list[RankName]:
-        """Return the ranks of the entries that this machine supports, and in which nothing is wrong."""
-        fit = {one.hash for one in self.entries if one.verdict.level != "unsupported" and not one.problems}
+        """Return the ranks of the intact entries that this machine supports."""
+        fit = {entry.hash for entry in self.entries if entry.verdict.level != "unsupported" and not entry.problems}
         return [manifest.name for found in self.checks if found.name in fit for manifest in found.manifests]
 
-    def _take_units(self, found: Findings, repairs: tuple[Repair, ...] = ()) -> None:
+    def _set_units(self, found: Findings, repairs: tuple[Repair, ...] = ()) -> None:
         problems, notes = tuple(found.problems), tuple(found.notes)
         self.units = UnitsReport(problems=problems, notes=notes, repairs=repairs, files=found.files)
         self.unit_bytes = found.size_bytes
 
-    def _judged(self, found: EntryCheck) -> EntryReport:
-        """Return what is to be said of an entry whose files were read."""
+    def _report(self, found: EntryCheck) -> EntryReport:
+        """Judge an entry whose files were read."""
         manifests = found.manifests
-        against: tuple[str, ...] = ()
+        refusals: tuple[str, ...] = ()
         if found.key is None:
             damaged = any(problem.path.endswith(f"/{KEY_FILE}") for problem in found.problems)
             why = f"its {KEY_FILE} is damaged or missing" if damaged else "it was never finished"
-            said = Verdict(level="unsupported", reasons=(f"Its factors are not known: {why}. Warm the model again",))
+            judged = Verdict(level="unsupported", reasons=(f"Its factors are unknown: {why}. Warm the model again",))
         else:
             ranks = {manifest.rank for manifest in manifests}
             files = {row.artifact.file for manifest in manifests for row in manifest.rows}
             needed = glibc_of_entry(f"{found.folder}/{ARTIFACTS}/{file}" for file in files)
-            said = verdict(found.key, self._machine, world_size=self._world_size, ranks=ranks, glibc_needed=needed)
-            against = tuple(dict.fromkeys(self._refusals(manifests)))
-            if against:
-                said = Verdict(level="unsupported", reasons=(*against, *said.reasons))
+            judged = verdict(found.key, self._machine, world_size=self._world_size, ranks=ranks, glibc_needed=needed)
+            refusals = tuple(dict.fromkeys(self._refusals(manifests)))
+            if refusals:
+                judged = Verdict(level="unsupported", reasons=(*refusals, *judged.reasons))
         coverage = entry_coverage(manifests, plans=found.plans)
         there = {(manifest.prefix, manifest.rank) for manifest in manifests}
-        greatest = max((rank for _, rank in there), default=-1)
-        expected = range(greatest + 1 if self._world_size is None else self._world_size)
+        highest = max((rank for _, rank in there), default=-1)
+        expected = range(highest + 1 if self._world_size is None else self._world_size)
         missing = [(prefix, rank) for prefix in sorted({prefix for prefix, _ in there}) for rank in expected]
         return EntryReport(
             hash=found.name,
             models=tuple(dict.fromkeys(manifest.model for manifest in manifests)),
-            verdict=said,
+            verdict=judged,
             problems=tuple(found.problems),
             notes=tuple(found.notes),
             holes=coverage.holes,
             missing_ranks=tuple(place for place in missing if place not in there),
             unknown_pieces=sum(unknown.count for unknown in coverage.unknown),
-            refused=bool(against),
+            refused=bool(refusals),
             files=found.files,
             size_bytes=found.size_bytes,
         )
 
     def _refusals(self, manifests: Iterable[Manifest]) -> Iterator[str]:
-        """Yield why load would not believe what was found."""
+        """Yield why load would refuse these manifests."""
         if self._policy is None:
             return
         resolved = CacheLayout(root=Path(os.path.realpath(self.layout.root)))
@@ -297,11 +297,11 @@ class _Verification:
                 self._policy.read(resolved, manifest.name)
             except RefusedError as error:
                 yield f"Load refuses it ({error.reason}): {str(error).rstrip('.')}"
-            except CacheError:  # it is among the problems
+            except CacheError:  # reported among the problems
                 continue
 
-    def _repaired(self, found: EntryCheck, entry: EntryReport) -> tuple[EntryCheck, EntryReport]:
-        """Mend an entry in rounds, since what one round mends shows what is left, and return how it is then."""
+    def _repair_entry(self, found: EntryCheck, entry: EntryReport) -> tuple[EntryCheck, EntryReport]:
+        """Repair an entry in rounds, because a repair can reveal further damage, and return its new state."""
         layout, done = self.layout, list[Repair]()
         for _ in range(_ROUNDS):
             if not (found.problems or entry.holes):
@@ -313,23 +313,23 @@ class _Verification:
             found = check_entry(layout, found.name)
             is_gone = not layout.entry_dir(found.name).exists()
             if is_gone:
-                found.problems.clear()  # there is nothing left to be wrong
-            entry = self._judged(found)
+                found.problems.clear()  # nothing is left that could be damaged
+            entry = self._report(found)
             if is_gone:
-                said = Verdict(level="unsupported", reasons=("Its factors are not known: it was set aside",))
-                entry = structs.replace(entry, verdict=said)
+                gone = Verdict(level="unsupported", reasons=("Its factors are unknown: it was set aside",))
+                entry = structs.replace(entry, verdict=gone)
             if is_gone or not any(repair.is_done for repair in repairs):
                 break
         return found, structs.replace(entry, repairs=tuple(done))
 
 
-def _chosen(
+def _select(
     stack: contextlib.ExitStack, targets: Sequence[str], cache_dir: Path | None, *, names_cache: bool
 ) -> tuple[Place, list[str] | None]:
-    """Return the cache, and which of its entries were asked for; None for all, and the units."""
+    """Return the cache, and the hashes that the targets name; None means all entries and the units."""
     places = [target for target in targets if not is_beginning(target)]
     if places and (len(targets) > 1 or names_cache):
-        msg = "Give beginnings of hashes, or one cache, entry, bundle or store and no --cache-dir."
+        msg = "Give hashes, or one cache, entry, bundle or store without --cache-dir."
         raise UsageError(msg, actual=list(targets))
     if places:
         if ":" not in places[0] and path_of(places[0]) is None:

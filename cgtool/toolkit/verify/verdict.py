@@ -11,8 +11,8 @@ Load itself and `cgtool why` check what belongs to the model: its sources, weigh
 additional instructions is a miss too, because the key holds only a digest of the instruction sets.
 
 The glibc version that native code needs is read from its shared library, which is stored uncompressed in a package
-(`cgtool.store.artifacts`): the linker writes each required version ("GLIBC_2.34") into the dynamic string table, between
-two zero bytes.
+(`cgtool.store.artifacts`): the linker writes each required version ("GLIBC_2.34") into the dynamic string table,
+between two zero bytes.
 """
 
 from __future__ import annotations
@@ -102,8 +102,12 @@ def verdict(
         absent = sorted(set(range(world_size)) - set(ranks))
         more = sorted(rank for rank in ranks if rank >= world_size)
         if absent:
-            what = f"Rank {absent[0]} is" if len(absent) == 1 else f"{len(absent)} ranks, starting with {absent[0]}, are"
-            blockers.append(f"{what} missing for a world size of {world_size}: warm {'it' if len(absent) == 1 else 'them'}")
+            what = (
+                f"Rank {absent[0]} is" if len(absent) == 1 else f"{len(absent)} ranks, starting with {absent[0]}, are"
+            )
+            blockers.append(
+                f"{what} missing for a world size of {world_size}: warm {'it' if len(absent) == 1 else 'them'}"
+            )
         if more:
             held = f"The entry holds rank {more[-1]}, which does not exist in a world size of {world_size}"
             caveats.append(f"{held}: it may have been compiled for another world size")
@@ -156,7 +160,8 @@ def _driver(machine: Machine) -> Iterator[str]:
 
 def _glibc(machine: Machine, needed: str | None) -> Iterator[str]:
     if needed is not None and machine.glibc is not None and version_pair(machine.glibc) < version_pair(needed):
-        yield f"Its native code needs glibc {needed}, and this machine has {machine.glibc}: compile where it is no newer"
+        here = machine.glibc
+        yield f"Its native code needs glibc {needed}, and this machine has {here}: compile with glibc {here} or older"
 
 
 def glibc_of_entry(artifacts: Iterable[str]) -> str | None:

@@ -90,7 +90,7 @@ def test_a_mark_without_which_load_passes_the_entry_over_is_named_once(cache_roo
     (problem,) = check_entry(layout, HASH).problems
     assert layout.root / problem.path == layout.lookup_dir / FACTS / HASH
     assert problem.sentence.startswith(
-        f"{layout.root / problem.path} is missing: without it load passes the entry over."
+        f"{layout.root / problem.path} is missing: load does not find the entry without it."
     )
 
 
@@ -208,7 +208,7 @@ def test_an_endless_file_is_read_no_further_than_it_should_be_long(cache_root: P
         file.truncate(1 << 40)
     (problem,) = check_entry(layout, HASH).problems
     assert problem.kind == "size"
-    assert f"has {1 << 40} bytes and must have" in problem.sentence
+    assert f"has {1 << 40} bytes instead of" in problem.sentence
 
 
 @pytest.mark.parametrize("record", ["key.json", "manifest.json"])

@@ -162,7 +162,9 @@ def test_the_glibc_a_package_needs_is_read_from_its_library(tmp_path: Path) -> N
         path = tmp_path / f"{library.name}.pt2"
         path.write_bytes(pack(Package(native=library.read_bytes(), metadata={})))
         assert glibc_needed(path) == newest_glibc(library.read_bytes()) == glibc_needed(library)
-    assert glibc_of_entry(map(str, tmp_path.iterdir())) == newest_glibc(b"".join(path.read_bytes() for path in LIBRARIES))
+    assert glibc_of_entry(map(str, tmp_path.iterdir())) == newest_glibc(
+        b"".join(path.read_bytes() for path in LIBRARIES)
+    )
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="this Python ships no shared libraries")
