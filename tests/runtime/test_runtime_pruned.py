@@ -16,8 +16,8 @@ from cgtool.runtime import find as find_module
 from cgtool.store import leases
 from cgtool.store.layout import CacheLayout
 from cgtool.store.pruned import all_pruned
-from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.planner import make_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 

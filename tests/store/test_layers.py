@@ -27,8 +27,8 @@ from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import export
 from cgtool.toolkit.bundle.import_ import import_bundle
 from cgtool.toolkit.inspect.cache import inspect_cache
-from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Outcome, Rules
+from cgtool.toolkit.prune.planner import make_plan
 from cgtool.toolkit.verify.run import verify
 
 OPTIONS = "redirect_dir=off,index=off,metacopy=off,xino=off"

@@ -12,8 +12,8 @@ from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import CacheLayout, resolve_root
 from cgtool.store.pruned import Pruned, all_pruned
 from cgtool.toolkit.foreign.detect import check_own
-from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import SCHEMA, Plan, Rules
+from cgtool.toolkit.prune.planner import make_plan
 
 
 @os_errors_as_cache_errors()

@@ -23,9 +23,9 @@ from cgtool.store.leases import hold, hold_writing
 from cgtool.store.lookup import LookupStore
 from cgtool.store.pruned import all_pruned, count_miss, pruned, sweep_trash
 from cgtool.store.units import UnitStore
-from cgtool.toolkit.prune import own, removal
-from cgtool.toolkit.prune.own import make_plan
+from cgtool.toolkit.prune import planner, removal
 from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.planner import make_plan
 from cgtool.toolkit.prune.removal import disk_usage
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -128,7 +128,7 @@ def test_a_load_that_leaves_the_time_as_it_was_keeps_an_entry(cache_root):
 def test_an_entry_that_is_warmed_again_while_the_old_one_is_removed_is_found(cache_root, monkeypatch):
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
-    monkeypatch.setattr(own, "flush", lambda *_: lay(cache_root, 1, model="A"))
+    monkeypatch.setattr(planner, "flush", lambda *_: lay(cache_root, 1, model="A"))
     outcome = prune(cache_root, entries=(name.hash,))
     assert outcome.removed == (name.hash,)
     assert is_whole(cache_root, name)
@@ -158,7 +158,7 @@ def test_the_marks_of_an_entry_that_somebody_writes_again_stay(cache_root, monke
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     held = []
-    monkeypatch.setattr(own, "flush", lambda *_: held.append(hold_writing(layout, name.hash)))
+    monkeypatch.setattr(planner, "flush", lambda *_: held.append(hold_writing(layout, name.hash)))
     assert prune(cache_root, entries=(name.hash,)).removed == (name.hash,)
     assert (layout.lookup_dir / facts_of("A") / name.hash).exists()
     held.pop().release()
@@ -397,7 +397,7 @@ def test_a_folder_of_another_user_is_left_alone_with_a_sentence(cache_root):
     program = (
         "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3])\n"
         "from cgtool.store.layout import CacheLayout\n"
-        "from cgtool.toolkit.prune.own import make_plan\n"
+        "from cgtool.toolkit.prune.planner import make_plan\n"
         "from cgtool.toolkit.prune.plan import Rules\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "out = make_plan(CacheLayout(root=Path(sys.argv[1])), Rules(entries=(sys.argv[2],))).execute()\n"

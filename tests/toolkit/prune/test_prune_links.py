@@ -14,8 +14,8 @@ from cgtool.store.leases import hold, remove_idle
 from cgtool.store.pruned import is_inside, put_aside, sweep_trash
 from cgtool.store.walk import view_entry
 from cgtool.toolkit.prune.leftovers import remove_leftovers
-from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import PlannedFile, Rules
+from cgtool.toolkit.prune.planner import make_plan
 from cgtool.toolkit.prune.removal import Ledger, Removal
 
 DEAD = 2**22 + 5

@@ -20,8 +20,8 @@ from cgtool.store.layout import CacheLayout, short
 from cgtool.store.leases import hold, hold_writing
 from cgtool.store.records import Factor
 from cgtool.store.units import UnitStore
-from cgtool.toolkit.prune.own import make_plan
 from cgtool.toolkit.prune.plan import Rules
+from cgtool.toolkit.prune.planner import make_plan
 from cgtool.toolkit.prune.removal import disk_usage
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC).timestamp()
