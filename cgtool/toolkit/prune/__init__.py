@@ -1,10 +1,10 @@
-"""Pruning: rules → a plan (what goes, why, what comes free, what will miss) → its execution. Must not import torch.
+"""Pruning: rules → a plan (what is removed, why, how much is freed, what will miss) → execution. Must not import torch.
 
-What it keeps in a cache, outside of every digest::
+Prune stores these files in the cache, outside every digest::
 
-    state/trash/<name>-<token>       an entry or unit that is gone and not deleted yet; the next prune or warm does it
-    state/pruned/<digest>.json       which entries of a digest of cheap facts were removed, when and why
-    state/pruned/<digest>.missed     one byte for each lookup of that digest that ended in a miss since
+    state/trash/<name>-<token>       a removed entry or unit that is not deleted yet; the next prune or warm deletes it
+    state/pruned/<digest>.json       the removed entries of one lookup digest: when and why
+    state/pruned/<digest>.missed     one byte for each lookup of that digest that has missed since
 
-Entries go whole: renamed into the trash under their claim (`cgtool.store.leases`), flushed, then deleted.
+An entry is removed as a whole: renamed into the trash under its claim (`cgtool.store.leases`), flushed, then deleted.
 """

@@ -1,19 +1,19 @@
-"""What nothing names any more, and what dead processes left: how it is found, and how removed. Must not import torch.
+"""Find and remove leftovers: unreferenced files, and files that ended processes left behind. Must not import torch.
 
-| kind | what | when it goes |
+| kind | what | removed if |
 |---|---|---|
-| trash | what a killed prune had renamed away | always |
-| temporary | `.tmp` and `.next` of writers that are gone | its process is dead and it rests a minute, else an hour |
+| trash | what a killed prune had moved into the trash | always |
+| temporary | `.tmp` and `.next` files | unchanged for a minute if the writer is dead, otherwise for an hour |
 | artifact | an artifact that no manifest of its entry names | nobody writes the entry, and all manifests are intact |
-| shared | an artifact out of a container image that no entry links to | always |
-| rank | a rank folder without a manifest | it rests a day, and nobody writes the entry |
+| shared | an artifact from a container image that no entry links to | always |
+| rank | a rank folder without a manifest | unchanged for a day, and nobody writes the entry |
 | unfinished | an entry without any manifest | as above |
-| unit | a unit that was never finished; where asked for, one that no entry shares | it rests an hour |
-| lookup | a mark of an entry that is gone | always |
-| state | stamps, locks and leases of entries that are gone; records of prunes of half a year ago | nobody holds it |
+| unit | an unfinished unit; on request, one that no entry shares | unchanged for an hour |
+| lookup | a marker of an entry that no longer exists | always |
+| state | stamps, locks and leases of entries that no longer exist; prune records older than half a year | not held |
 
-To rest is to be left unchanged. What the walk tells is only ever a suspicion: before anything is removed, its entry or
-unit is looked at again in the same way, under the lock of whoever might use it.
+What the survey finds is only a candidate: before anything is removed, its entry or unit is examined again in the same
+way, under the lock that its users take.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _FLAT = re.compile(r"[0-9a-f]{64}-rank_(?:0|[1-9][0-9]*)-[^~]+")
 
 @dataclass(kw_only=True)
 class Survey:
-    """What a plan has to know of a cache, and no more: it may hold a hundred thousand artifacts."""
+    """What a plan needs to know about a cache, kept small: it may hold a hundred thousand artifacts."""
 
-    #: By hash, in order, without their rows.
+    #: By hash, sorted, without their rows.
     entries: dict[str, EntryView] = field(default_factory=dict)
-    #: The names in each unit's folder but its lock, by key.
+    #: The names in each unit's folder except its lock, by key.
     units: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Whether it is known what every entry shares.
+    #: Whether every entry and unit could be listed, so that it is known which units are shared.
     is_readable: bool = True
     leftovers: list[Leftover] = field(default_factory=list)
 
 
 class Leftovers:
-    """Finds the leftovers of a cache, and removes those that still are some."""
+    """Finds the leftovers of a cache, and removes those that still qualify."""
 
     def __init__(self, layout: CacheLayout, leases: LeaseTable, *, now: float) -> None:
         self._layout = layout
@@ -67,11 +67,11 @@ class Leftovers:
         self._now = now
 
     def survey(self, *, artifacts: bool = True) -> Survey:
-        """Walk through the cache; an entry that cannot be read is marked and never an error."""
+        """Walk the cache; an unreadable entry is marked and is not an error."""
         found, unlisted = Survey(), list[CacheError]()
         for unit in walk_units(self._layout, unlisted):
             if unit.key and (artifacts or not _is_whole(unit.files)):
-                # One string for the name that all of them have.
+                # All units share one string object for this name.
                 names = (UNIT_FILE if name == UNIT_FILE else name for name in unit.files if name != _LOCK)
                 found.units[unit.key] = tuple(names)
         for entry in walk(self._layout):
@@ -82,7 +82,7 @@ class Leftovers:
         return found
 
     def find(self, survey: Survey) -> Iterator[Leftover]:
-        """Yield all leftovers, but units that are whole."""
+        """Yield all leftovers except complete units."""
         yield from survey.leftovers
         yield from self._temporaries("", names_in(self._base))
         for key, files in survey.units.items():
@@ -92,41 +92,41 @@ class Leftovers:
         for name in names_in(f"{self._base}{ARTIFACTS}", follow=False):
             if is_hash(name[:64]) and not self._is_linked(name):
                 yield f"{ARTIFACTS}/{name}", "shared"
-        if not self._layout.state_dir.is_symlink():  # what is behind a link is no leftover of this cache
+        if not self._layout.state_dir.is_symlink():  # files behind a link do not belong to this cache
             yield from self._of_state(survey.entries)
 
     def unshared_units(self, survey: Survey, gone: Iterable[str]) -> Iterator[Leftover]:
-        """Yield the units that no entry shares but those that go; none where it is not known what every one shares."""
+        """Yield the units that only entries in `gone` share; none unless every entry could be read."""
         if not survey.is_readable:
             return
-        stay = survey.entries.keys() - gone
-        shared = {name for hash_ in stay for name in survey.entries[hash_].artifacts}
+        kept = survey.entries.keys() - gone
+        shared = {name for hash_ in kept for name in survey.entries[hash_].artifacts}
         for key, files in survey.units.items():
             path = unit_path(key)
-            if UNIT_FILE in files and shared.isdisjoint(files) and self._rests(path, HOUR_SECS):
+            if UNIT_FILE in files and shared.isdisjoint(files) and self._is_unchanged(path, HOUR_SECS):
                 yield path, "unit"
 
     def remove(self, files: Iterable[PlannedFile], removal: Removal) -> int:
-        """Remove those leftovers that still are some, and return how many are gone."""
+        """Remove the leftovers that still qualify, and return how many were removed."""
         gone = 0
-        together: dict[tuple[str, bool], list[PlannedFile]] = {}
+        claimable: dict[tuple[str, bool], list[PlannedFile]] = {}
         loose: list[PlannedFile] = []
         for file in files:
             if file.kind in ("trash", "unit", "lookup", "state", "shared") or file.path.endswith(".tmp"):
                 loose.append(file)
             else:
                 owner = "/".join(file.path.split("/")[: 3 if file.path.startswith("units/") else 1])
-                together.setdefault((owner, file.kind in ("rank", "unfinished")), []).append(file)
-        for (owner, is_begun), group in together.items():
+                claimable.setdefault((owner, file.kind in ("rank", "unfinished")), []).append(file)
+        for (owner, is_started), group in claimable.items():
             is_unit = owner.startswith("units/")
             lock = f"{self._base}{owner}/{_LOCK}"
-            with locked(lock) if is_unit else claimed(self._layout, owner, loaders=is_begun) as mine:
+            with locked(lock) if is_unit else claimed(self._layout, owner, loaders=is_started) as mine:
                 still = set(self._again(owner, is_written=not mine))
                 for path in (self._base + file.path for file in group if (file.path, file.kind) in still):
-                    gone += removal.put_aside(path) if is_begun else removal.unlink(path)
+                    gone += removal.put_aside(path) if is_started else removal.unlink(path)
             if not is_unit and not may_exist(self._layout.entry_dir(owner)):
                 remove_idle(self._layout, owner)
-        # After those, for a folder out of which a temporary file goes was not left unchanged.
+        # Loose files last: removing a temporary file changes its folder, which would then not count as unchanged.
         return gone + sum(self._remove_loose(file, removal) for file in loose)
 
     def _again(self, owner: str, *, is_written: bool) -> Iterator[Leftover]:
@@ -135,7 +135,7 @@ class Leftovers:
         return self._of_unit(owner[-64:], () if is_written else view_unit(self._base + owner).files)
 
     def _remove_loose(self, file: PlannedFile, removal: Removal) -> bool:
-        """Remove what nobody claims as a whole, if it still is a leftover."""
+        """Remove a leftover that needs no claim on an entry, if it still qualifies."""
         path = self._base + file.path
         match file.kind, file.path.split("/"):
             case "trash", _:
@@ -164,7 +164,7 @@ class Leftovers:
         return False
 
     def _of_entry(self, entry: EntryView, *, is_written: bool | None) -> Iterator[Leftover]:
-        """What is left over in an entry's folder, or the entry itself; without a word on it, leases tell who writes."""
+        """Yield an entry's leftovers, or the entry itself; with `is_written` None, the leases are consulted."""
         hash_ = entry.hash
         if entry.is_link:
             return
@@ -174,7 +174,7 @@ class Leftovers:
 
         if entry.is_readable and not entry.is_finished:
             places = [hash_, f"{hash_}/{ARTIFACTS}", *(_folder(rank.name) for rank in entry.ranks)]
-            if all(self._rests(place, DAY_SECS) for place in places) and not written():
+            if all(self._is_unchanged(place, DAY_SECS) for place in places) and not written():
                 yield hash_, "unfinished"
             return
         yield from self._temporaries(f"{hash_}/", entry.files)
@@ -182,7 +182,7 @@ class Leftovers:
         for rank in entry.ranks:
             folder = _folder(rank.name)
             if not rank.has_manifest:
-                if self._rests(folder, DAY_SECS) and not written():
+                if self._is_unchanged(folder, DAY_SECS) and not written():
                     yield folder, "rank"
                 continue
             yield from self._temporaries(f"{folder}/", rank.files)
@@ -191,7 +191,7 @@ class Leftovers:
                 yield from ((f"{folder}/{name}", "temporary") for name in unnamed)
         strays = [name for name in entry.artifacts.keys() - entry.named if is_hash(name[:64])]
         if strays and entry.is_readable and not written():
-            # Its writer may have published a manifest since that names them.
+            # A writer may have published a manifest that names them since the walk.
             again = entry if is_written is False else view_entry(self._layout, hash_)
             if again.is_readable:
                 yield from ((f"{hash_}/{ARTIFACTS}/{name}", "artifact") for name in sorted({*strays} - again.named))
@@ -199,13 +199,13 @@ class Leftovers:
     def _of_unit(self, key: str, files: tuple[str, ...]) -> Iterator[Leftover]:
         path = unit_path(key)
         if UNIT_FILE not in files:
-            if self._rests(path, HOUR_SECS):
+            if self._is_unchanged(path, HOUR_SECS):
                 yield path, "unit"
             return
         yield from self._temporaries(f"{path}/", files)
         artifacts = [name for name in files if is_hash(name[:64])]
-        if len(artifacts) > 1 and self._rests(path, HOUR_SECS):
-            with contextlib.suppress(CacheError):  # a record that cannot be trusted names everything
+        if len(artifacts) > 1 and self._is_unchanged(path, HOUR_SECS):
+            with contextlib.suppress(CacheError):  # a damaged record could name any of them
                 unit = read_sealed(self._layout.unit_dir(key) / UNIT_FILE, Unit)
                 if unit is not None:
                     yield from ((f"{path}/{name}", "artifact") for name in artifacts if name != unit.artifact.file)
@@ -214,7 +214,7 @@ class Leftovers:
         lookup = f"{self._base}lookup"
         for digest in names_in(lookup, follow=False):
             names = names_in(f"{lookup}/{digest}", follow=False)
-            if not names and self._rests(f"lookup/{digest}", DAY_SECS):
+            if not names and self._is_unchanged(f"lookup/{digest}", DAY_SECS):
                 yield f"lookup/{digest}", "lookup"
             for name in names:
                 if is_hash(name[:64]) and name[:64] not in entries:
@@ -242,35 +242,35 @@ class Leftovers:
             if name[0] == "." and is_temporary(name) and _is_dead(f"{self._base}{folder}{name}", self._now):
                 yield folder + name, "temporary"
 
-    def _rests(self, path: str, secs: float) -> bool:
-        return _rests(self._base + path, secs, self._now)
+    def _is_unchanged(self, path: str, secs: float) -> bool:
+        return _is_unchanged(self._base + path, secs, self._now)
 
 
 def unit_path(key: str) -> str:
-    """Return where a unit lies below the cache folder."""
+    """Return the path of a unit relative to the cache folder."""
     return f"units/{key[:2]}/{key}"
 
 
 def remove_leftovers(layout: CacheLayout, files: Iterable[PlannedFile], removal: Removal) -> int:
-    """Remove those of a plan's leftovers that still are some, and return how many are gone."""
+    """Remove the planned leftovers that still qualify, and return how many were removed."""
     return Leftovers(layout, LeaseTable(layout), now=time.time()).remove(files, removal)
 
 
 def _is_whole(files: tuple[str, ...]) -> bool:
-    """Whether a unit's folder holds its record and one artifact, and beside them a lock at most."""
+    """Return whether a unit's folder holds its record, one artifact and nothing else but a lock."""
     others = set(files) - {UNIT_FILE, _LOCK}
     return UNIT_FILE in files and len(others) == 1 and not others.pop().startswith(".")
 
 
 def _is_dead(path: str, now: float) -> bool:
-    """Whether a temporary file or folder belongs to a process that is gone."""
-    # A number of a process says nothing of another machine's or container's, so that the file must rest as well.
+    """Return whether a temporary file or folder was left behind by its writer."""
+    # The writer's process id may be from another machine or container, so the file must also be unchanged for a while.
     dead = writer_lives(path.rpartition("/")[2]) is False
-    return _rests(path, _MINUTE_SECS if dead else HOUR_SECS, now)
+    return _is_unchanged(path, _MINUTE_SECS if dead else HOUR_SECS, now)
 
 
-def _rests(path: str, secs: float, now: float) -> bool:
-    """Whether a file or folder was left unchanged for so long; True where it is gone."""
+def _is_unchanged(path: str, secs: float, now: float) -> bool:
+    """Return whether a file or folder has been unchanged for `secs`; True if it no longer exists."""
     try:
         return now - os.lstat(path).st_mtime > secs
     except OSError:
@@ -278,7 +278,7 @@ def _rests(path: str, secs: float, now: float) -> bool:
 
 
 def _is_unnamed_next(name: str, rank: RankView) -> bool:
-    """Whether a file is a `.next` that its manifest does not name; False where that cannot be trusted."""
+    """Return whether a file is a `.next` that its manifest does not name; False without an intact manifest."""
     match = re.fullmatch(NEXT, name)
     if match is None or rank.manifest is None:
         return False

@@ -1,12 +1,12 @@
-"""What a prune is asked for, what it plans and what comes of it. Must not import torch.
+"""The records of a prune: its rules, its plan and its outcome. Must not import torch.
 
-A deletion is a plan, which changes nothing and says what comes free, and then its `execute`. As JSON, a plan is::
+A plan changes nothing and states how many bytes it frees; `execute` carries it out. As JSON, a plan is::
 
     {"schema": 2, "root": str, "rules": rules, "entries": [entry...], "files": [file...],
      "kept": [kept...], "misses": [{"model", "hash"}...], "size_bytes": int | null, "frees_bytes": int,
      "notes": [str...], "outcome": outcome | null}
 
-and the other records are their fields.
+and the other records are encoded field by field.
 """
 
 from __future__ import annotations
@@ -31,77 +31,77 @@ Why = Literal["in_use", "keep_last", "cannot_tell", "newer_schema", "used_meanwh
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which entries and leftovers go. Rules add up; `keep_last` protects from all but `entries`."""
+    """Which entries and leftovers to remove. Rules add up; `keep_last` overrides all of them but `entries`."""
 
-    #: Entries not used for longer, in seconds; an unused entry's age counts from its creation.
+    #: Entries not used for longer than this, in seconds; an unused entry's age counts from its creation.
     older_than_secs: float | None = None
-    #: Entries used longest ago, until the cache takes no more than this on the disk.
+    #: The least recently used entries, until the cache takes no more than this on disk.
     max_bytes: int | None = None
-    #: Entries that cannot serve on this machine any more.
+    #: Entries that no longer load on this machine.
     stale: bool = False
-    #: What nothing names any more, and what dead processes left.
+    #: Unreferenced files, and files that ended processes left behind.
     orphans: bool = False
-    #: With orphans: compiled units that no entry shares, too.
+    #: Orphans, and compiled units that no entry shares.
     units: bool = False
-    #: How many entries of each model stay, those used last; alone, it has the others go. One model is what the same
-    #: cheap facts lead to, whatever it is called.
+    #: Keep this many entries of each model, the most recently used; without another rule, the others are removed.
+    #: Entries belong to one model if they share a lookup digest, whatever the model's name.
     keep_last: int | None = None
     entries: tuple[str, ...] = ()
-    #: Leave the units of removed entries, from which a later warm links what it needs.
+    #: Keep the units of removed entries, which a later warm can link.
     keep_units: bool = False
 
     @property
     def for_entries(self) -> bool:
-        """Whether any rule may choose an entry."""
-        wanted = self.older_than_secs is not None or self.max_bytes is not None or self.keep_last is not None
-        return wanted or self.stale or bool(self.entries)
+        """Whether any rule can select an entry."""
+        by_use = self.older_than_secs is not None or self.max_bytes is not None or self.keep_last is not None
+        return by_use or self.stale or bool(self.entries)
 
     @property
     def for_leftovers(self) -> bool:
-        """Whether leftovers go: asked for, or nothing else is."""
+        """Whether leftovers are removed: on request, or by default without another rule."""
         return self.orphans or self.units or not self.for_entries
 
 
 class Reason(Record, frozen=True, kw_only=True):
-    """The rule that chooses an entry, and a sentence for people."""
+    """The rule that selects an entry, and a sentence for people."""
 
     rule: Literal["older_than", "max_size", "stale", "keep_last", "entry"]
     sentence: str
 
 
 class PlannedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An entry that goes."""
+    """An entry to remove."""
 
     hash: str
-    #: What people call the model; "" where no manifest can be read.
+    #: The model's name; "" if no manifest can be read.
     model: str
     ranks: tuple[dict[str, int | str], ...] = ()
-    #: When it was made, seconds since the epoch; None where that is not known.
+    #: When it was created, in seconds since the epoch; None if unknown.
     created: float | None
-    #: When it was loaded last, seconds since the epoch; None for never.
+    #: When it was last loaded, in seconds since the epoch; None for never.
     last_used: float | None
     size_bytes: int = 0
-    #: What comes free on the disk, after those that go before it.
+    #: The bytes freed, given that the entries before it are removed first.
     frees_bytes: int = 0
-    #: The keys of the units that go with it: no other entry shares them.
+    #: The keys of the units removed with it: no other entry shares them.
     units: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
-    #: Other entries that the same cheap facts lead to: they may serve instead.
+    #: Other entries with the same lookup digest, which may serve instead.
     instead: tuple[str, ...] = ()
 
 
 class PlannedFile(Record, frozen=True, kw_only=True):
-    """A leftover that goes: a file, or a folder with all that is in it."""
+    """A leftover to remove: a file or a whole folder."""
 
-    #: Below the cache folder `torch_compile_cache`, with "/" between names.
+    #: Relative to the folder `torch_compile_cache`, with "/" between names.
     path: str
-    #: Which, as the table of `cgtool.toolkit.prune.leftovers` has them.
+    #: A kind in the table of `cgtool.toolkit.prune.leftovers`.
     kind: str
     frees_bytes: int
 
 
 class Kept(Record, frozen=True, kw_only=True):
-    """An entry that a rule chooses and that stays: a stable word for programs, and a sentence for people."""
+    """An entry that a rule selects but that is kept: why, for programs and as a sentence."""
 
     hash: str
     model: str
@@ -110,48 +110,48 @@ class Kept(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """What came of a plan."""
+    """The result of executing a plan."""
 
-    #: The entries that are gone, by hash.
+    #: The hashes of the removed entries.
     removed: tuple[str, ...]
     removed_files: int
     freed_bytes: int
-    #: Entries of the plan that stay: they came into use meanwhile.
+    #: Planned entries that were kept, because they came into use meanwhile.
     kept: tuple[Kept, ...]
     failed: tuple[Failed, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a prune would do."""
+    """What a prune would remove."""
 
     root: Path
     rules: Rules
-    #: The entries that go, in the order in which they go.
+    #: The entries to remove, in order.
     entries: tuple[PlannedEntry, ...]
     files: tuple[PlannedFile, ...]
-    #: Entries that a rule chose and that stay.
+    #: Entries that a rule selected but that are kept.
     kept: tuple[Kept, ...]
-    #: What the cache takes on the disk before; None where no rule asked for it.
+    #: The size of the cache on disk before the prune; None unless a rule needs it.
     size_bytes: int | None
     notes: tuple[str, ...]
-    #: Does it, for `execute`.
+    #: Implements `execute`.
     carry_out: Callable[[Plan, OnEvent], Outcome]
-    #: What people are told of its place, where that is a store.
+    #: The URL to show instead of `root`, if the cache mirrors a store.
     where: str | None = None
 
     @property
     def frees_bytes(self) -> int:
-        """What comes free on the disk in all."""
+        """The total bytes freed."""
         return sum(entry.frees_bytes for entry in self.entries) + sum(file.frees_bytes for file in self.files)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing goes."""
+        """Whether nothing is removed."""
         return not self.entries and not self.files
 
     def execute(self, on_event: OnEvent = ignore) -> Outcome:
-        """Remove what the plan names, as far as that is still so; what cannot be removed is told in the outcome."""
+        """Remove what the plan names if it still qualifies; the outcome lists what was kept or could not be removed."""
         return self.carry_out(self, on_event)
 
     def to_json(self, outcome: Outcome | None = None) -> dict[str, Any]:

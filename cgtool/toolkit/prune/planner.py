@@ -1,18 +1,19 @@
-"""Pruning cgtool's own cache: from rules to a plan, and its execution. Must not import torch.
+"""Plan a prune from its rules, and carry the plan out. Must not import torch.
 
-A plan changes nothing and takes no lock for longer than it takes to see that nobody holds it. As it is executed, an
-entry goes in this order, so that whenever this process dies the cache is as before or as after::
+Planning changes nothing, and holds each lock only while testing whether it is free. Execution removes an entry in this
+order, so that a kill at any instant leaves the cache as before or as after::
 
-    1. state/pruned says so: a record of an entry that is there says nothing
-    2. under the entry's claim (`cgtool.store.leases`), and if nobody used or changed it since the plan was made:
-       rename it into the trash. From here on it is gone, whole, for everyone who has not opened its files
-    3. flush the rename to the disk
-    4. under the claim again, and unless the entry is back by now (warmed again, say): remove the marks of the lookup,
-       then stamps and locks
-    5. delete what lies in the trash
+    1. record the removal in state/pruned; the record has no effect while the entry exists
+    2. under the entry's claim (`cgtool.store.leases`), unless it was used or changed since the plan was made: rename
+       it into the trash. From then on it is gone as a whole, except for processes that have its files open
+    3. flush the rename to disk
+    4. under the claim again, unless the entry exists again (for example, was warmed): remove the lookup markers, then
+       stamps and locks
+    5. delete the trash
 
-Killed before 2 it is as before; killed after 2 as after, and the next prune or warm deletes the rest. Marks that are
-left over lead to an entry without `key.json`, which a lookup passes by. Units go the same way, under their own locks.
+A kill before step 2 leaves the cache as before. A kill after it leaves the cache as after, and the next prune or warm
+deletes the rest; lookups ignore a remaining marker, because its entry has no `key.json`. Units are removed in the same
+way, under their own locks.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from cgtool.toolkit.selection import hash_named
 
 _log = logging.getLogger(__name__)
 
-#: Modules that cannot be found, and entries that may serve instead of one that goes, are named up to so many.
-_MOST_NAMED = 3
-_TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it was used longest ago")
-#: What no file that was planned is.
+#: How many missing modules, and how many substitutes of an entry, are named.
+_MAX_NAMED = 3
+_TOO_LARGE = Reason(rule="max_size", sentence="the cache is too large, and it is the least recently used")
+#: The status of a manifest that did not exist when the plan was made.
 _NEW = (-1, -1)
-#: Rules that speak of when an entry was used: one that is used between plan and deed stays.
+#: Rules about when an entry was used: an entry used between plan and execution is kept.
 _BY_USE = frozenset({"older_than", "max_size", "keep_last"})
 
 
@@ -71,15 +72,15 @@ def make_plan(
     machine: Machine | None = None,
     now: float | None = None,
 ) -> Plan:
-    """Return what a prune by these rules would do."""
+    """Plan a prune by these rules."""
     made = time.time() if now is None else now
-    with gc_paused():  # hundreds of thousands of names, none of which is garbage
+    with gc_paused():  # hundreds of thousands of live strings
         stale = StaleFinder(layout, pythonpath=pythonpath, machine=machine)
         return _Planner(layout, rules, stale, made).plan()
 
 
 class _Planner:
-    """One making of a plan; holds what its steps share."""
+    """The state that the steps of planning and execution share."""
 
     def __init__(self, layout: CacheLayout, rules: Rules, stale: StaleFinder, now: float) -> None:
         self.rules = rules
@@ -101,7 +102,7 @@ class _Planner:
         self._entries = {hash_: self._entry(view) for hash_, view in views.items()}
         self._named = {hash_named(layout.root, text, list(views)) for text in rules.entries}
         self._last = self._last_of_models()
-        #: How many entries share an artifact, and which units have it.
+        #: How many entries have an artifact, and which units hold it.
         self._shares = Counter[str]()
         self._units_of: dict[str, list[str]] = {}
         if rules.for_entries:
@@ -127,7 +128,7 @@ class _Planner:
             self._make_room(finished, size, rules.max_bytes)
             self._add_unshared_units()
         if not survey.is_readable and (rules.units or (rules.for_entries and not rules.keep_units)):
-            self.notes.append("Parts of the cache cannot be read, so units that may be shared with them stay.")
+            self.notes.append("Parts of the cache cannot be read. Units that they may share are kept.")
         self._note_unseen()
         return Plan(
             root=self._layout.root,
@@ -141,37 +142,37 @@ class _Planner:
         )
 
     def _make_room(self, entries: Iterable[PlannedEntry], size: int, most: int) -> None:
-        """Plan the entries used longest ago until what stays of `size` bytes is no more than `most`."""
-        stay = {kept.hash for kept in self.kept if kept.why != "cannot_tell"} | self.chosen.keys()
+        """Plan the least recently used entries until no more than `most` of the cache's `size` bytes remain."""
+        settled = {kept.hash for kept in self.kept if kept.why != "cannot_tell"} | self.chosen.keys()
         for entry in self._by_use(entries):
             if size - self.ledger.freed_bytes <= most:
                 return
-            if entry.hash not in stay and self._frees(entry):
+            if entry.hash not in settled and self._frees(entry):
                 self._choose(entry, (_TOO_LARGE,))
         left = size - self.ledger.freed_bytes
         if left > most:
             self.notes.append(
-                f"The cache will still take {left} bytes, more than the {most} asked for: the rest is in use, is kept "
-                "by a rule, or has other names on this disk."
+                f"The cache will still take {left} bytes, more than the requested {most}: the rest is in use, is kept "
+                "by a rule, or is hard-linked from elsewhere."
             )
 
     def _by_use(self, entries: Iterable[PlannedEntry]) -> list[PlannedEntry]:
         return sorted(entries, key=lambda entry: (self._last_seen(entry), entry.hash))
 
     def _last_seen(self, entry: PlannedEntry) -> float:
-        """When an entry was used last, or made where it never was; now where that is not known, or to come."""
+        """Return when an entry was last used, else created; now if that is unknown or in the future."""
         known = entry.created if entry.last_used is None else entry.last_used
         return self.now if known is None else min(known, self.now)
 
     def _choose(self, entry: PlannedEntry, reasons: tuple[Reason, ...]) -> None:
-        """Plan an entry that a rule chooses, unless something keeps it."""
-        keeper = self._keeper(entry, named=any(reason.rule == "entry" for reason in reasons))
-        if keeper is not None:
-            self.kept.append(_kept(entry, *keeper))
+        """Plan the removal of an entry that a rule selects, unless something protects it."""
+        protection = self._protection(entry, named=any(reason.rule == "entry" for reason in reasons))
+        if protection is not None:
+            self.kept.append(_kept(entry, *protection))
         else:
             self.chosen[entry.hash] = structs.replace(self._take(entry), reasons=reasons)
 
-    def _keeper(self, entry: PlannedEntry, *, named: bool) -> tuple[Why, str] | None:
+    def _protection(self, entry: PlannedEntry, *, named: bool) -> tuple[Why, str] | None:
         if self._leases.is_used(entry.hash):
             return "in_use", "a live process uses it"
         if self._survey.entries[entry.hash].is_newer and not named:
@@ -188,21 +189,21 @@ class _Planner:
             return
         age = self.now - self._last_seen(entry)
         if rules.older_than_secs is not None and age > rules.older_than_secs:
-            how = "made and never used" if entry.last_used is None else "used last"
+            how = "created and never used" if entry.last_used is None else "last used"
             yield Reason(rule="older_than", sentence=f"it was {how} {_ago(age)}")
         if rules.stale:
-            changed, unknown = self._stale.of(entry.hash)
+            changed, unknown = self._stale.reasons(entry.hash)
             yield from (Reason(rule="stale", sentence=sentence) for sentence in changed)
             if unknown and not changed:
-                more = len(unknown) - _MOST_NAMED
-                listed = "; ".join(unknown[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-                self.kept.append(_kept(entry, "cannot_tell", f"whether it is stale cannot be told: {listed}"))
+                more = len(unknown) - _MAX_NAMED
+                listed = "; ".join(unknown[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+                self.kept.append(_kept(entry, "cannot_tell", f"it may be stale: {listed}"))
         alone = rules.older_than_secs is None and rules.max_bytes is None and not rules.stale and not rules.entries
         if rules.keep_last is not None and alone and entry.hash not in self._last:
             yield Reason(rule="keep_last", sentence=f"it is not among the last {rules.keep_last} of its model")
 
     def _take(self, entry: PlannedEntry) -> PlannedEntry:
-        """Count an entry's files as gone, and return it with what it takes and frees."""
+        """Count an entry's files as removed, and return the entry with its size and the bytes freed."""
         artifacts, units = self._survey.entries[entry.hash].artifacts, self._units_with(entry)
         size, frees = self.ledger.take(self._base + entry.hash)
         for name in artifacts:
@@ -213,9 +214,9 @@ class _Planner:
         return structs.replace(entry, size_bytes=size, frees_bytes=frees, units=units)
 
     def _frees(self, entry: PlannedEntry) -> bool:
-        """Whether any byte comes free with an entry: all its files may have other names on this disk."""
-        below = (entry.hash, *map(unit_path, self._units_with(entry)))
-        return self.ledger.would_free(self._base + path for path in below)
+        """Return whether removing an entry frees any byte: all its files may be hard-linked elsewhere."""
+        paths = (entry.hash, *map(unit_path, self._units_with(entry)))
+        return self.ledger.would_free(self._base + path for path in paths)
 
     def _entry(self, view: EntryView) -> PlannedEntry:
         stamps = [self._stamps[rank.name.flat] for rank in view.ranks if rank.name.flat in self._stamps]
@@ -228,14 +229,14 @@ class _Planner:
         )
 
     def _last_of_models(self) -> frozenset[str]:
-        """The entries that `keep_last` protects."""
+        """Return the hashes that `keep_last` protects."""
         if self.rules.keep_last is None:
             return frozenset()
         models: dict[tuple[str, ...], list[PlannedEntry]] = {}
         for hash_, view in self._survey.entries.items():
             if view.is_finished:
-                # Of the factors "model" and "state": two models of one name must not push each other out.
-                digests = next((one.lookup for one in view.manifests if one.lookup), (hash_,))
+                # Group by lookup digest, not by name: two models of the same name must not displace each other.
+                digests = next((manifest.lookup for manifest in view.manifests if manifest.lookup), (hash_,))
                 models.setdefault(tuple(sorted(digests)), []).append(self._entries[hash_])
         kept: set[str] = set()
         for entries in models.values():
@@ -244,13 +245,13 @@ class _Planner:
         return frozenset(kept)
 
     def _note_unseen(self) -> None:
-        """Name what no rule could look at: an entry whose folder cannot be listed would stay, and nobody would know."""
+        """Note the entries that no rule could examine because their folders cannot be listed."""
         views = self._survey.entries.values()
         unseen = sorted(view.hash for view in views if not (view.is_readable or view.is_link or view.is_finished))
         if self.rules.for_entries and unseen:
             more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
             self.notes.append(
-                f"Left alone, as it cannot be looked into: entry {short(unseen[0])}{more}. Check permissions and links."
+                f"Kept because it cannot be read: entry {short(unseen[0])}{more}. Check permissions and links."
             )
 
     def _add_files(self, found: Iterable[Leftover]) -> None:
@@ -259,41 +260,41 @@ class _Planner:
             self._files.append(PlannedFile(path=path, kind=kind, frees_bytes=frees))
 
     def _add_unshared_units(self) -> None:
-        """Add the units that no entry shares which stays, where that was asked for: ahead of entries that make room."""
+        """If requested, plan the units that no remaining entry shares, before further entries that make room."""
         if self.rules.units:
-            whole = self._leftovers.unshared_units(self._survey, self.chosen)
-            new = [item for item in whole if item[0][-64:] not in self._units]
+            unshared = self._leftovers.unshared_units(self._survey, self.chosen)
+            new = [item for item in unshared if item[0][-64:] not in self._units]
             self._units.update(path[-64:] for path, _ in new)
             self._add_files(new)
 
     def _units_with(self, entry: PlannedEntry) -> tuple[str, ...]:
-        """The keys of the units that go with an entry, for no other shares them that stays."""
+        """Return the keys of the units to remove with an entry, because no remaining entry shares them."""
         artifacts = self._survey.entries[entry.hash].artifacts if self._survey.is_readable else {}
         last = (name for name in artifacts if self._shares[name] == 1)
         found = dict.fromkeys(key for name in last for key in self._units_of.get(name, ()))
         return tuple(key for key in found if key not in self._units)
 
     def _with_substitutes(self) -> Iterator[PlannedEntry]:
-        """The planned entries, each with the entries that stay and that the same cheap facts lead to."""
+        """Yield the planned entries, each with the remaining entries of the same lookup digest."""
         views = self._survey.entries
-        staying: dict[str, list[str]] = {}
+        remaining: dict[str, list[str]] = {}
         for hash_, view in views.items():
             if hash_ not in self.chosen:
                 for digest in view.lookup:
-                    staying.setdefault(digest, []).append(hash_)
+                    remaining.setdefault(digest, []).append(hash_)
         for hash_, entry in self.chosen.items():
-            instead = dict.fromkeys(other for digest in views[hash_].lookup for other in staying.get(digest, ()))
-            yield structs.replace(entry, instead=tuple(instead)[:_MOST_NAMED])
+            instead = dict.fromkeys(other for digest in views[hash_].lookup for other in remaining.get(digest, ()))
+            yield structs.replace(entry, instead=tuple(instead)[:_MAX_NAMED])
 
     def _carry_out(self, plan: Plan, on_event: OnEvent) -> Outcome:
-        """Remove what a plan names, as far as that is still so."""
+        """Remove what a plan names, if it still qualifies."""
         layout = self._layout
         require_locks(layout)
         removal = Removal(layout)
         kept, removed = list[Kept](), list[PlannedEntry]()
-        # Leftovers first: on a full disk they make room for what follows.
+        # Leftovers first: on a full disk, removing them makes room for the records.
         num_files = remove_leftovers(layout, plan.files, removal)
-        self._remember(plan.entries)
+        self._record(plan.entries)
         for entry in plan.entries:
             with claimed(layout, entry.hash) as mine:
                 if not mine:
@@ -303,7 +304,7 @@ class _Planner:
                 elif removal.put_aside(f"{layout.base}/{entry.hash}"):
                     removed.append(entry)
         for path in (f"{layout.base}/{unit_path(key)}" for entry in removed for key in entry.units):
-            with locked(f"{path}/lock") as mine:  # else it is being compiled
+            with locked(f"{path}/lock") as mine:  # otherwise it is being compiled
                 if mine:
                     removal.put_aside(path)
         if removal.aside:
@@ -311,7 +312,7 @@ class _Planner:
         for entry in removed:
             with claimed(layout, entry.hash) as mine:
                 if not mine or may_exist(layout.entry_dir(entry.hash)):
-                    continue  # its marks are in use again, or the next prune's to remove
+                    continue  # its markers are in use again; if not, the next prune removes them
                 _forget(f"{layout.base}/", self._survey.entries[entry.hash], removal)
             remove_idle(layout, entry.hash)
         for done, path in enumerate(removal.aside):
@@ -325,21 +326,21 @@ class _Planner:
             failed=tuple(removal.failed),
         )
 
-    def _remember(self, entries: Iterable[PlannedEntry]) -> None:
+    def _record(self, entries: Iterable[PlannedEntry]) -> None:
         removed: dict[str, list[PrunedEntry]] = {}
         now = timestamp()
         for entry in entries:
             why = "; ".join(reason.sentence for reason in entry.reasons)
-            told = PrunedEntry(hash=entry.hash, model=entry.model, when=now, why=why)
+            record = PrunedEntry(hash=entry.hash, model=entry.model, when=now, why=why)
             for digest in self._survey.entries[entry.hash].lookup:
-                removed.setdefault(digest, []).append(told)
+                removed.setdefault(digest, []).append(record)
         try:
             note_pruned(self._layout, removed)
-        except CacheError as error:  # to make room on a full disk matters more
-            _log.warning("What is pruned could not be noted, so that misses of it will not be explained: %s", error)
+        except CacheError as error:  # pruning matters more, for example on a full disk
+            _log.warning("Cannot record what is pruned, so later misses of it will not be explained: %s", error)
 
     def _changed(self, entry: PlannedEntry) -> bool:
-        """Whether an entry was loaded or written since the plan was made, whatever the clocks say."""
+        """Return whether an entry was loaded or written since the plan was made, whatever the clocks say."""
         layout = self._layout
         by_use = all(reason.rule in _BY_USE for reason in entry.reasons)
         manifests = {rank.name: rank.manifest_status for rank in self._survey.entries[entry.hash].ranks}
@@ -360,20 +361,20 @@ def _kept(entry: PlannedEntry, why: Why, sentence: str) -> Kept:
 
 def _ago(secs: float) -> str:
     units = ((DAY_SECS, "day"), (HOUR_SECS, "hour"), (60.0, "minute"))
-    length, unit = next((found for found in units if secs >= found[0]), units[-1])
+    length, unit = next((pair for pair in units if secs >= pair[0]), units[-1])
     count = int(secs // length)
     return f"{count} {unit}{'' if count == 1 else 's'} ago"
 
 
 def _forget(base: str, view: EntryView, removal: Removal) -> None:
-    """Remove the marks, stamps and locks of an entry that is gone; for who holds its claim.
+    """Remove the markers, stamps and locks of a removed entry; the caller holds its claim.
 
-    The marks that say "taken in" go first and last: while one is there, an entry that somebody puts back is not taken
-    in again, and would be found by nobody.
+    The `indexed` markers are removed first and again last: while one exists, an entry that is put back by hand is not
+    indexed again, and no lookup would find it.
     """
     names = [rank.name.flat for rank in view.ranks]
-    taken_in = [f"{base}lookup/indexed/{name}" for name in names]
-    for path in (*taken_in, *(f"{base}lookup/{digest}/{view.hash}" for digest in view.lookup), *taken_in):
+    indexed = [f"{base}lookup/indexed/{name}" for name in names]
+    for path in (*indexed, *(f"{base}lookup/{digest}/{view.hash}" for digest in view.lookup), *indexed):
         removal.unlink(path)
     for name in names:
         removal.unlink(f"{base}state/used/{name}")

@@ -1,7 +1,7 @@
-"""What comes free on the disk, and the removal of files and folders. Must not import torch.
+"""Remove files and folders, and count the bytes that this frees. Must not import torch.
 
-A file with several names comes free with its last one. Sizes are those of files, as `inspect cache` gives them; folders
-count nothing. Paths are plain text throughout a prune, for there may be a hundred thousand of them.
+A hard-linked file is freed with its last name. Sizes are file sizes, as `inspect cache` reports them; folders count as
+zero. Paths are `str` throughout prune, because there may be a hundred thousand of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cgtool.store.pruned import check_inside, put_aside, remove_tree
 
 
 class Ledger:
-    """Counts names that go."""
+    """Counts removed names and the bytes that they free."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, int], int] = {}
         self.freed_bytes = 0
 
     def take(self, path: str) -> tuple[int, int]:
-        """Count a file, or a folder with all that is in it, as gone."""
+        """Count a file or a whole folder as removed; return its size and the bytes freed."""
         before, size = self.freed_bytes, 0
         for status in _files(path):
             size += status.st_size
@@ -36,7 +36,7 @@ class Ledger:
         return size, self.freed_bytes - before
 
     def take_files(self, folder: str, names: Iterable[str]) -> int:
-        """Count files of a folder as gone, whose names are known: quicker than to list a hundred thousand folders."""
+        """Count the named files of a folder as removed, without listing it, and return the bytes freed."""
         before = self.freed_bytes
         for name in names:
             for status in _file(f"{folder}/{name}"):
@@ -44,7 +44,7 @@ class Ledger:
         return self.freed_bytes - before
 
     def would_free(self, paths: Iterable[str]) -> bool:
-        """Return whether any byte would come free with files, or folders with all in them, and count nothing."""
+        """Return whether removing these files or folders would free any byte; count nothing."""
         names = Counter[tuple[int, int]]()
         for status in (status for path in paths for status in _files(path)):
             inode = status.st_dev, status.st_ino
@@ -63,30 +63,30 @@ class Ledger:
 
 
 class Failed(Record, frozen=True, kw_only=True):
-    """Something that could not be removed, and stays whole or is swept later."""
+    """A path that could not be removed; it stays intact or is swept later."""
 
     path: str
     sentence: str
 
 
 class Removal:
-    """Removes things, and counts what comes free with them; what goes wrong is noted and never raised."""
+    """Removes files and folders, and counts the bytes freed; errors are recorded and never raised."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.failed: list[Failed] = []
-        #: What was renamed away, and is to be deleted once that is flushed.
+        #: Paths in the trash, to be deleted once the renames are flushed.
         self.aside: list[str] = []
         self._layout = layout
         self._ledger = Ledger()
-        self._lost_bytes = 0
+        self._unfreed_bytes = 0
 
     @property
     def freed_bytes(self) -> int:
-        """What came free so far."""
-        return self._ledger.freed_bytes - self._lost_bytes
+        """The bytes freed so far."""
+        return self._ledger.freed_bytes - self._unfreed_bytes
 
     def delete(self, path: str) -> bool:
-        """Delete a file, or a folder with all that is in it, and return whether all of it is gone."""
+        """Delete a file or a whole folder, and return whether all of it is gone."""
         return self._remove(path, lambda path: [*remove_tree(path)])
 
     def unlink(self, path: str) -> bool:
@@ -94,11 +94,11 @@ class Removal:
         return self._remove(path, lambda path: remove(Path(path)))
 
     def unlink_idle(self, path: str) -> bool:
-        """Remove a lock that nobody holds, and return whether it is gone."""
+        """Remove a lock file that no process holds, and return whether it is gone."""
         return self._remove(path, _unlink_idle)
 
     def put_aside(self, path: str) -> bool:
-        """Rename a folder of the cache away, and return whether that was done here."""
+        """Move a folder of the cache into the trash, and return whether this call did it."""
         try:
             aside = put_aside(self._layout, path)
         except CacheError as error:
@@ -108,11 +108,11 @@ class Removal:
         return aside is not None
 
     def fail(self, path: str, error: CacheError) -> None:
-        """Note what could not be removed."""
+        """Record a path that could not be removed."""
         self.failed.append(Failed(path=path, sentence=str(error)))
 
     def _remove(self, path: str, function: Callable[[str], Iterable[CacheError] | None]) -> bool:
-        """Call `function`, which returns or raises what went wrong, or BlockingIOError for what is held by now."""
+        """Call `function`, which returns or raises errors, or raises BlockingIOError if the file is held."""
         frees, errors, is_gone = 0, list[CacheError](), False
         try:
             check_inside(self._layout, path)
@@ -123,14 +123,14 @@ class Removal:
             errors = [error]
         except BlockingIOError:
             pass
-        self._lost_bytes += 0 if is_gone else frees
-        for wrong in errors:
-            self.fail(str(wrong.path or path), wrong)
+        self._unfreed_bytes += 0 if is_gone else frees
+        for problem in errors:
+            self.fail(str(problem.path or path), problem)
         return is_gone
 
 
 def disk_usage(path: str) -> int:
-    """Return what all files under a folder take, in bytes, each file once however many names it has."""
+    """Return the size of all files under a folder in bytes, counting hard-linked files once."""
     seen: set[tuple[int, int]] = set()
     total = 0
     for status in _files(path, follow=True):
@@ -149,7 +149,7 @@ def _unlink_idle(path: str) -> None:
 
 
 def _files(path: str, *, follow: bool = False) -> Iterator[os.stat_result]:
-    """The status of a file or link, or of every file under a folder; `follow` goes through a link in its place."""
+    """Yield the status of a file or link, or of every file under a folder; `follow` resolves a link at `path`."""
     folders = [path]
     if not follow and os.path.islink(path):  # noqa: PTH114 - paths are str all over prune
         yield from _file(path)
@@ -172,7 +172,7 @@ def _files(path: str, *, follow: bool = False) -> Iterator[os.stat_result]:
 def _file(path: str) -> Iterator[os.stat_result]:
     try:
         status = os.lstat(path)
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return
     if not stat.S_ISDIR(status.st_mode):
         yield status

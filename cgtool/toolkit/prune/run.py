@@ -1,4 +1,4 @@
-"""`prune`: what would go from a cache and why, and what earlier prunes removed. Prints nothing; no torch."""
+"""`prune`: plan what to remove from a cache, and report earlier prunes. Prints nothing; must not import torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from cgtool.toolkit.prune.planner import make_plan
 def plan_prune(
     rules: Rules, *, cache_dir: Path | None = None, pythonpath: Sequence[str] = (), on_event: OnEvent = ignore
 ) -> Plan:
-    """Return what a prune would do; changes nothing.
+    """Plan a prune; change nothing.
 
     Args:
-        rules: Which entries and leftovers go.
-        cache_dir: The cache's root; None means the configured or the user's own.
-        pythonpath: Folders in which traced modules are looked for first, to tell what is stale.
-        on_event: Told that the cache is being read.
+        rules: Which entries and leftovers to remove.
+        cache_dir: The cache's root; None means the configured root or the user's default.
+        pythonpath: Folders searched first for traced modules, to tell which entries are stale.
+        on_event: Called when the cache is about to be read.
 
     Raises:
-        CacheError: There is no such folder, it cannot be listed, or another system wrote it.
-        UsageError: A hash that was asked for is no entry's, or more than one entry's.
+        CacheError: The folder does not exist, cannot be listed, or was written by another system.
+        UsageError: A requested hash matches no entry, or several.
     """
     root = _root(cache_dir)
     on_event(Event(phase="prune", message="reading the cache"))
@@ -41,25 +41,25 @@ def plan_prune(
 
 
 class PruneStats(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What earlier prunes removed and how often that was missed, as `prune --stats --json` prints it."""
+    """What earlier prunes removed and how often lookups missed it, as `prune --stats --json` prints it."""
 
     schema: int = SCHEMA
     root: str
-    #: How many lookups missed what a prune had removed.
+    #: How many lookups missed something that a prune had removed.
     misses: int
-    #: One record for each set of cheap facts, the most missed first.
+    #: One record for each lookup digest, most missed first.
     pruned: tuple[Pruned, ...]
 
 
 @os_errors_as_cache_errors()
 def prune_stats(cache_dir: Path | None) -> PruneStats:
-    """Return what earlier prunes removed and how often that was missed.
+    """Return what earlier prunes removed, and how often lookups missed it.
 
     Args:
-        cache_dir: The cache's root; None means the configured or the user's own.
+        cache_dir: The cache's root; None means the configured root or the user's default.
 
     Raises:
-        CacheError: There is no such folder.
+        CacheError: The folder does not exist.
     """
     root = _root(cache_dir)
     pruned = all_pruned(CacheLayout(root=root))
@@ -67,7 +67,7 @@ def prune_stats(cache_dir: Path | None) -> PruneStats:
 
 
 def _root(cache_dir: Path | None) -> Path:
-    """The cache's root: one that was named must be there, and the default one may wait for its first warm."""
+    """Resolve the cache's root, which must exist if it was named; the default appears with the first warm."""
     root = resolve_root(cache_dir)
     if not root.is_dir() and (cache_dir is not None or root.exists()):
         what = "is a file and not a cache folder" if root.exists() else "does not exist"

@@ -1,8 +1,8 @@
-"""Which entries are stale: a load would miss whatever it is given. Must not import torch; runs no code of a model.
+"""Find stale entries, which every load would miss. Must not import torch; runs no code of a model.
 
-cgtool's own code, torch, triton, Python or the target differ from the entry's factors, a traced source file has other
-bytes, or an older version of cgtool wrote it. A module that cannot be found from here may be found by the program that
-loads, so nothing is concluded from it.
+An entry is stale if cgtool's own code, torch, triton, Python or the target differ from its factors, if a traced source
+file has changed, or if an older version of cgtool wrote it. A module that is not found here may be found by the loading
+program, so it does not count as changed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cgtool.store.layout import CacheLayout
 from cgtool.store.machine import Machine, differences_here, this_machine
 from cgtool.store.records import Key
 
-#: The factors that a machine and what is installed on it decide.
+#: The factors that depend on the machine and the installed software.
 _FACTORS = ("cgtool", "torch", "triton", "python", "target")
 
 
 class StaleFinder:
-    """Compares entries with this machine."""
+    """Compares entries with this machine and its source files."""
 
     def __init__(self, layout: CacheLayout, *, pythonpath: Sequence[str] = (), machine: Machine | None = None) -> None:
         self._layout = layout
@@ -34,8 +34,8 @@ class StaleFinder:
         self._machine = machine
         self._digests: dict[str, str | None] = {}
 
-    def of(self, hash_: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return why an entry is stale, and what could not be told; never raises on account of what is in it."""
+    def reasons(self, hash_: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return why an entry is stale, and what could not be determined; never raises for damaged entries."""
         try:
             key = read_key(self._layout, hash_)
         except CacheSchemaError as error:
@@ -49,20 +49,20 @@ class StaleFinder:
 
     @functools.cached_property
     def _here(self) -> Machine:
-        return self._machine or this_machine()  # which starts a compiler, and only `stale` asks
+        return self._machine or this_machine()  # lazy: it starts a compiler
 
     def _machine_reasons(self, key: Key) -> tuple[str, ...]:
         if self._here.torch is None:
-            return ()  # a machine without torch runs none of it, and was not meant to
-        return sentences([one for one in differences_here(key, self._here) if one.factor in _FACTORS])
+            return ()  # a machine without torch is not meant to load entries
+        return sentences([found for found in differences_here(key, self._here) if found.factor in _FACTORS])
 
     def _sources(self, key: Key) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What changed, and the modules that cannot be found."""
+        """Return what changed, and which modules were not found."""
         stored = key.value("sources")
         if not isinstance(stored, dict):
             return (), ()
         now = {name: self._digest(name) for name in stored}
-        missing = tuple(f"the module {name} cannot be found from here" for name in stored if now[name] is None)
+        missing = tuple(f"the module {name} cannot be found here" for name in stored if now[name] is None)
         found = {name: digest for name, digest in now.items() if digest is not None}
         return sentences(difference_between("sources", {name: stored[name] for name in found}, found)), missing
 
@@ -78,9 +78,9 @@ class StaleFinder:
 
 
 def _importable() -> list[str]:
-    """`sys.path` without the current folder: what lies in it by chance is not what a model was traced from."""
-    # `python -m` puts it first by its name; a second time it is there because somebody asked for it.
+    """Return `sys.path` without the working directory, whose files are not the model's unless requested."""
+    # `python -m` inserts the absolute path first; any further occurrence was requested by the user.
     first = 0
-    with contextlib.suppress(OSError):  # the current folder may be gone
+    with contextlib.suppress(OSError):  # the working directory may be gone
         first = int("-m" in sys.orig_argv and sys.path[:1] == [str(Path.cwd())])
     return [folder for folder in sys.path[first:] if folder]

@@ -1,4 +1,4 @@
-"""Carrying a plan out: what is gone, what stays, and that a kill at any instant leaves it as before or as after."""
+"""Executing a prune: what is removed, what is kept, and that a kill leaves the cache as before or as after."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prune(root, **rules):
     return plan_of(root, **rules).execute()
 
 
-def test_an_entry_goes_with_its_units_its_marks_and_its_stamps(cache_root):
+def test_an_entry_is_removed_with_its_units_markers_and_stamps(cache_root):
     one = lay(cache_root, 1, model="A", used=1e9)
     two = lay(cache_root, 2, model="B")
     layout = CacheLayout(root=cache_root)
@@ -55,7 +55,7 @@ def test_an_entry_goes_with_its_units_its_marks_and_its_stamps(cache_root):
     assert len(units_in(cache_root)) == 1
 
 
-def test_what_came_free_is_what_was_promised(cache_root):
+def test_the_freed_bytes_match_the_plan(cache_root):
     names = [lay(cache_root, number, pieces=("own", "both")) for number in range(3)]
     layout = CacheLayout(root=cache_root)
     plan = plan_of(cache_root, entries=(names[0].hash, names[1].hash))
@@ -66,7 +66,7 @@ def test_what_came_free_is_what_was_promised(cache_root):
     assert disk_usage(str(layout.base)) == entries - plan.frees_bytes + records
 
 
-def test_the_second_prune_finds_nothing(cache_root):
+def test_a_second_prune_finds_nothing(cache_root):
     lay(cache_root, 1)
     lay(cache_root, 2)
     prune(cache_root, older_than_secs=DAY)
@@ -74,7 +74,7 @@ def test_the_second_prune_finds_nothing(cache_root):
     assert plan_of(cache_root, units=True).is_empty
 
 
-def test_an_entry_that_comes_into_use_after_the_plan_stays(cache_root):
+def test_an_entry_used_after_the_plan_is_kept(cache_root):
     names = [lay(cache_root, number) for number in range(4)]
     layout = CacheLayout(root=cache_root)
     plan = plan_of(cache_root, older_than_secs=DAY)
@@ -96,7 +96,7 @@ def test_an_entry_that_comes_into_use_after_the_plan_stays(cache_root):
     written.release()
 
 
-def test_an_entry_that_was_written_again_after_the_plan_stays(cache_root):
+def test_an_entry_written_after_the_plan_is_kept(cache_root):
     name = lay(cache_root, 1)
     plan = plan_of(cache_root, entries=(name.hash,))
     time.sleep(0.01)
@@ -106,7 +106,7 @@ def test_an_entry_that_was_written_again_after_the_plan_stays(cache_root):
     assert [kept.why for kept in outcome.kept] == ["used_meanwhile"]
 
 
-def test_files_of_times_to_come_are_pruned_as_any(cache_root):
+def test_files_with_times_in_the_future_are_pruned(cache_root):
     names = [lay(cache_root, number, used=time.time() + DAY) for number in (1, 2)]
     layout = CacheLayout(root=cache_root)
     for name in names:
@@ -115,7 +115,7 @@ def test_files_of_times_to_come_are_pruned_as_any(cache_root):
     assert prune(cache_root, max_bytes=0).removed == (names[1].hash,)
 
 
-def test_a_load_that_leaves_the_time_as_it_was_keeps_an_entry(cache_root):
+def test_a_load_that_does_not_change_the_time_keeps_an_entry(cache_root):
     name = lay(cache_root, 1, used=1e9)
     plan = plan_of(cache_root, older_than_secs=DAY)
     stamp = CacheLayout(root=cache_root).used_file(name)
@@ -125,7 +125,7 @@ def test_a_load_that_leaves_the_time_as_it_was_keeps_an_entry(cache_root):
     assert (outcome.removed, [kept.why for kept in outcome.kept]) == ((), ["used_meanwhile"])
 
 
-def test_an_entry_that_is_warmed_again_while_the_old_one_is_removed_is_found(cache_root, monkeypatch):
+def test_an_entry_warmed_again_during_its_removal_is_found(cache_root, monkeypatch):
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     monkeypatch.setattr(planner, "flush", lambda *_: lay(cache_root, 1, model="A"))
@@ -136,8 +136,8 @@ def test_an_entry_that_is_warmed_again_while_the_old_one_is_removed_is_found(cac
     assert [mark.exists() for mark in marks] == [True, True]
 
 
-def test_an_entry_that_is_put_back_while_its_marks_go_is_found(cache_root, tmp_path, monkeypatch):
-    """By hand, which no lease tells of: it is taken in while the marks of the old one are removed."""
+def test_an_entry_put_back_while_its_markers_are_removed_is_found(cache_root, tmp_path, monkeypatch):
+    """Put back by hand, without a lease: it is indexed while the markers of the old one are removed."""
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     shutil.copytree(layout.entry_dir(name.hash), tmp_path / "copy")
@@ -154,7 +154,7 @@ def test_an_entry_that_is_put_back_while_its_marks_go_is_found(cache_root, tmp_p
     assert tuple(LookupStore(layout).candidates(facts_of("A"))) == (name.hash,)
 
 
-def test_the_marks_of_an_entry_that_somebody_writes_again_stay(cache_root, monkeypatch):
+def test_the_markers_of_an_entry_being_written_again_are_kept(cache_root, monkeypatch):
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     held = []
@@ -167,7 +167,7 @@ def test_the_marks_of_an_entry_that_somebody_writes_again_stay(cache_root, monke
     assert not [path for path in files_in(cache_root) if name.hash in path]
 
 
-def test_a_leftover_that_a_manifest_names_by_now_stays(cache_root):
+def test_a_leftover_that_a_manifest_now_names_is_kept(cache_root):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     manifest = layout.manifest_file(name)
@@ -178,10 +178,10 @@ def test_a_leftover_that_a_manifest_names_by_now_stays(cache_root):
     manifest.write_bytes(kept)
     artifact = next((layout.entry_dir(name.hash) / "artifacts").iterdir())
     plan = plan_of(cache_root)
-    assert plan.is_empty  # the other rank was begun today
+    assert plan.is_empty  # the other rank was started today
     data = manifest.read_bytes()
     manifest.write_bytes(data.replace(artifact.name[:64].encode(), b"0" * 64))
-    assert plan_of(cache_root).is_empty  # a manifest that cannot be trusted names everything
+    assert plan_of(cache_root).is_empty  # a damaged manifest could name any artifact
     manifest.write_bytes(data)
     extra = artifact.with_name(f"{'ab' * 32}.eager")
     extra.write_bytes(b"1")
@@ -196,7 +196,7 @@ def test_a_leftover_that_a_manifest_names_by_now_stays(cache_root):
     assert is_whole(cache_root, name)
 
 
-def test_a_unit_that_is_being_compiled_stays(cache_root):
+def test_a_unit_being_compiled_is_kept(cache_root):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     (key,) = units_in(cache_root)
@@ -208,7 +208,7 @@ def test_a_unit_that_is_being_compiled_stays(cache_root):
     assert units_in(cache_root) == {key}
 
 
-def test_a_unit_that_goes_before_it_is_linked_is_noticed_by_the_warm(cache_root):
+def test_a_warm_notices_that_a_unit_was_removed_before_it_was_linked(cache_root):
     layout = CacheLayout(root=cache_root)
     units = UnitStore(layout)
     record = put_unit(units, "ef" * 32, b"bytes")
@@ -224,7 +224,7 @@ def test_a_unit_that_goes_before_it_is_linked_is_noticed_by_the_warm(cache_root)
     assert objects.get(record.digest, "eager") == b"bytes"
 
 
-def test_a_load_that_opened_an_entry_reads_on_or_misses_with_a_sentence(cache_root):
+def test_reading_an_artifact_of_a_pruned_entry_is_a_clear_error(cache_root):
     from cgtool.store.entry import read_entry
 
     name = lay(cache_root, 1)
@@ -237,7 +237,7 @@ def test_a_load_that_opened_an_entry_reads_on_or_misses_with_a_sentence(cache_ro
     assert read_key(layout, name.hash) is None
 
 
-# Killed before each change of the file system.
+# Kills before each change to the file system.
 
 
 def lay_three(root):
@@ -253,7 +253,7 @@ def lay_three(root):
 
 
 def check_sane(root, names):
-    """Each entry is whole or gone, the last one is whole, and every lookup tells what is there."""
+    """Check that each entry is whole or gone, the last one is whole, and lookups find exactly those."""
     layout = CacheLayout(root=root)
     there = {name.hash for name in names if is_whole(root, name)}
     assert names[2].hash in there
@@ -267,7 +267,7 @@ RULES = {"older_than_secs": DAY, "orphans": True}
 
 
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_kill_at_any_instant_leaves_it_as_before_or_as_after(tmp_path, stride):
+def test_a_kill_at_any_instant_leaves_the_cache_as_before_or_as_after(tmp_path, stride):
     template = tmp_path / "template"
     names = lay_three(template)
     kept = names[2]
@@ -282,7 +282,7 @@ def test_a_kill_at_any_instant_leaves_it_as_before_or_as_after(tmp_path, stride)
         there = check_sane(root, names)
         seen.append(len(there))
         rest_all(root)
-        # The next command needs no help: the same prune ends where an undisturbed one does.
+        # Running the same prune again ends in the same state as an undisturbed one.
         left = tuple(name.hash for name in names[:2] if name.hash in there)
         outcome = prune(root, entries=left, orphans=True, units=True)
         assert outcome.failed == ()
@@ -293,7 +293,7 @@ def test_a_kill_at_any_instant_leaves_it_as_before_or_as_after(tmp_path, stride)
 
 
 def rest_all(root):
-    """Nobody waits for the minutes and hours after which leftovers of the dead are believed to be so."""
+    """Age the leftovers, which prune otherwise removes only after minutes or hours."""
     for path in root.rglob("*"):
         if path.name.endswith(".tmp") or path.parent.name in {
             p.name for p in (root / "torch_compile_cache/units").iterdir()
@@ -337,7 +337,7 @@ def test_a_warm_after_a_killed_prune_sweeps_the_trash(cache_root):
     assert is_whole(cache_root, names[1])
 
 
-def test_sweeping_where_there_is_no_trash_makes_nothing(tmp_path):
+def test_sweeping_without_trash_creates_nothing(tmp_path):
     sweep_trash(CacheLayout(root=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -345,7 +345,7 @@ def test_sweeping_where_there_is_no_trash_makes_nothing(tmp_path):
 # Faults.
 
 
-def test_a_full_disk_is_pruned_all_the_same(small_disk):
+def test_a_full_disk_is_pruned(small_disk):
     names = [lay(small_disk, number) for number in (1, 2)]
     with pytest.raises(OSError, match="No space"):
         (small_disk / "ballast").write_bytes(bytes(1_000_000))
@@ -357,7 +357,7 @@ def test_a_full_disk_is_pruned_all_the_same(small_disk):
     assert plan_of(small_disk).is_empty
 
 
-def test_a_disk_without_room_for_the_trash_is_pruned_all_the_same(cache_root, monkeypatch):
+def test_a_disk_without_room_for_the_trash_is_pruned(cache_root, monkeypatch):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     made = Path.mkdir
@@ -374,7 +374,7 @@ def test_a_disk_without_room_for_the_trash_is_pruned_all_the_same(cache_root, mo
     assert not layout.entry_dir(name.hash).exists()
 
 
-def test_a_read_only_cache_is_left_alone_with_a_sentence(cache_root, read_only):
+def test_a_read_only_cache_is_left_alone_with_an_error(cache_root, read_only):
     name = lay(cache_root, 1)
     before = files_in(cache_root)
     read_only(cache_root)
@@ -382,13 +382,13 @@ def test_a_read_only_cache_is_left_alone_with_a_sentence(cache_root, read_only):
     assert outcome.removed == ()
     assert outcome.freed_bytes == 0
     assert files_in(cache_root) == before
-    said = [kept.sentence for kept in outcome.kept] + [failed.sentence for failed in outcome.failed]
-    assert any("read-only file system" in sentence for sentence in said)
+    sentences = [kept.sentence for kept in outcome.kept] + [failed.sentence for failed in outcome.failed]
+    assert any("read-only file system" in sentence for sentence in sentences)
 
 
-def test_a_folder_of_another_user_is_left_alone_with_a_sentence(cache_root):
+def test_a_folder_of_another_user_is_left_alone_with_an_error(cache_root):
     if os.getuid() != 0:
-        pytest.skip("needs the right to become another user")
+        pytest.skip("needs root to become another user")
     name = lay(cache_root, 1)
     before = files_in(cache_root)
     for above in (cache_root, *cache_root.parents):
@@ -417,7 +417,7 @@ def test_a_folder_of_another_user_is_left_alone_with_a_sentence(cache_root):
     assert files_in(cache_root) == before
 
 
-def test_where_nobody_can_tell_what_is_used_nothing_is_removed(cache_root):
+def test_nothing_is_removed_where_file_locks_do_not_work(cache_root):
     lay(cache_root, 1)
     plan = plan_of(cache_root, older_than_secs=DAY)
     before = files_in(cache_root)
@@ -426,7 +426,7 @@ def test_where_nobody_can_tell_what_is_used_nothing_is_removed(cache_root):
     assert files_in(cache_root) == before
 
 
-def test_no_descriptors_left_removes_nothing_that_is_half(cache_root):
+def test_running_out_of_descriptors_leaves_entries_whole(cache_root):
     names = [lay(cache_root, number) for number in (1, 2)]
     plan = plan_of(cache_root, older_than_secs=DAY)
     with no_descriptors():
@@ -437,10 +437,10 @@ def test_no_descriptors_left_removes_nothing_that_is_half(cache_root):
     assert len(prune(cache_root, older_than_secs=DAY).removed) == 2
 
 
-# Misses that a prune caused.
+# Misses caused by a prune.
 
 
-def test_misses_of_what_was_pruned_are_counted(cache_root):
+def test_misses_of_pruned_entries_are_counted(cache_root):
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     assert count_miss(layout, facts_of("A")) is None
@@ -448,16 +448,16 @@ def test_misses_of_what_was_pruned_are_counted(cache_root):
     record = pruned(layout, facts_of("A"))
     assert (record.misses, record.last_missed) == (0, None)
     assert [(entry.hash, entry.model) for entry in record.entries] == [(name.hash, "A")]
-    assert "made and never used" in record.entries[0].why
+    assert "created and never used" in record.entries[0].why
     for _ in range(3):
         assert count_miss(layout, facts_of("A")).entries == record.entries
     assert count_miss(layout, facts_of("B")) is None
-    (told,) = all_pruned(layout)
-    assert told.misses == 3
-    assert time.time() - told.last_missed < 60
+    (record,) = all_pruned(layout)
+    assert record.misses == 3
+    assert time.time() - record.last_missed < 60
 
 
-def test_what_was_warmed_again_is_not_missed(cache_root):
+def test_an_entry_warmed_again_is_not_missed(cache_root):
     lay(cache_root, 1, model="A")
     prune(cache_root, older_than_secs=DAY)
     lay(cache_root, 1, model="A")
@@ -465,7 +465,7 @@ def test_what_was_warmed_again_is_not_missed(cache_root):
     assert all_pruned(CacheLayout(root=cache_root)) == ()
 
 
-def test_a_torn_record_of_a_prune_tells_nothing_and_is_replaced(cache_root):
+def test_a_torn_prune_record_is_ignored_and_replaced(cache_root):
     name = lay(cache_root, 1, model="A")
     layout = CacheLayout(root=cache_root)
     path = layout.state_dir / "pruned" / f"{facts_of('A')}.json"
@@ -476,7 +476,7 @@ def test_a_torn_record_of_a_prune_tells_nothing_and_is_replaced(cache_root):
     assert [entry.hash for entry in pruned(layout, facts_of("A")).entries] == [name.hash]
 
 
-def test_a_writer_holds_its_entry_from_its_making(cache_root):
+def test_an_entry_is_kept_from_the_creation_of_its_writer(cache_root):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     writer = EntryWriter(layout, read_key(layout, name.hash), rank=0, prefix="backbone")

@@ -1,4 +1,4 @@
-"""Nothing behind a link is removed: who lays one into a cache deletes nobody's files through it."""
+"""Prune removes nothing behind a symlink: a link placed in a cache cannot make it delete other files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prune(root, **rules):
 
 
 def move_out(path: Path, outside: Path) -> Path:
-    """Lay a link in place of a folder, which lies outside from now on."""
+    """Move a folder outside, and put a link in its place."""
     target = outside / path.name
     path.rename(target)
     path.symlink_to(target)
@@ -75,7 +75,7 @@ def places(layout, name):
         *("units", "shard", "unit", "lookup", "digest"),
     ],
 )
-def test_a_prune_leaves_what_is_behind_a_link(cache_root, outside, what):
+def test_files_behind_a_link_are_kept(cache_root, outside, what):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     folder, names = places(layout, name)[what]
@@ -93,7 +93,7 @@ def test_a_prune_leaves_what_is_behind_a_link(cache_root, outside, what):
 
 
 @pytest.mark.parametrize("what", ["rank_7", "artifacts"])
-def test_an_entry_with_a_link_in_it_can_be_removed_by_name(cache_root, outside, what):
+def test_an_entry_that_contains_a_link_can_be_removed_by_name(cache_root, outside, what):
     name = lay(cache_root, 1)
     place = CacheLayout(root=cache_root).entry_dir(name.hash) / what
     if place.exists():
@@ -107,7 +107,7 @@ def test_an_entry_with_a_link_in_it_can_be_removed_by_name(cache_root, outside, 
     assert files_in(outside) == before
 
 
-def test_a_link_in_place_of_a_rank_leaves_the_entry_unreadable(cache_root, outside):
+def test_a_link_in_place_of_a_rank_makes_the_entry_unreadable(cache_root, outside):
     lay(cache_root, 1)
     name = lay(cache_root, 1, rank=1)
     layout = CacheLayout(root=cache_root)
@@ -120,7 +120,7 @@ def test_a_link_in_place_of_a_rank_leaves_the_entry_unreadable(cache_root, outsi
     assert orphan.exists()
 
 
-def test_a_link_in_place_of_the_trash_is_no_trash(cache_root, outside):
+def test_a_link_in_place_of_the_trash_is_not_used(cache_root, outside):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     (layout.state_dir / "trash").symlink_to(outside)
@@ -146,7 +146,7 @@ def test_a_link_in_place_of_the_trash_is_no_trash(cache_root, outside):
         ("state", "state/used"),
     ],
 )
-def test_a_link_that_is_laid_between_plan_and_deed_leads_nowhere(cache_root, outside, kind, folder):
+def test_a_link_placed_between_plan_and_execution_is_not_followed(cache_root, outside, kind, folder):
     lay(cache_root, 1)
     path = CacheLayout(root=cache_root).base / folder
     path.parent.mkdir(exist_ok=True)
@@ -164,7 +164,7 @@ def test_a_link_that_is_laid_between_plan_and_deed_leads_nowhere(cache_root, out
     assert all("is reached through a link" in failed.sentence for failed in removal.failed)
 
 
-def test_a_cache_behind_a_link_is_pruned_as_any(cache_root, outside):
+def test_a_cache_folder_that_is_a_link_is_pruned(cache_root, outside):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     move_out(layout.base, outside)
@@ -173,7 +173,7 @@ def test_a_cache_behind_a_link_is_pruned_as_any(cache_root, outside):
     assert not list(outside.rglob(f"*{name.hash}*"))
 
 
-def test_a_link_to_an_entry_goes_alone_and_counts_as_nothing(cache_root, outside):
+def test_a_link_to_an_entry_is_removed_without_its_target(cache_root, outside):
     name = lay(cache_root, 1)
     entry = CacheLayout(root=cache_root).entry_dir(name.hash)
     target = move_out(entry, outside)
@@ -185,7 +185,7 @@ def test_a_link_to_an_entry_goes_alone_and_counts_as_nothing(cache_root, outside
     assert target.exists()
 
 
-def test_leases_behind_a_link_stay(cache_root, outside):
+def test_leases_behind_a_link_are_kept(cache_root, outside):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     hold(layout, name).release()
@@ -194,7 +194,7 @@ def test_leases_behind_a_link_stay(cache_root, outside):
     assert (target / name.flat).exists()
 
 
-def test_what_is_inside_is_told_from_what_is_not(cache_root, outside):
+def test_paths_inside_the_cache_are_recognized(cache_root, outside):
     layout = CacheLayout(root=cache_root)
     (layout.base / "real").mkdir(parents=True)
     (layout.base / "link").symlink_to(layout.base / "real")

@@ -1,4 +1,4 @@
-"""What a plan names, why, and what it says comes free and will miss."""
+"""Prune plans: what they select and why, and what they predict to be freed and missed."""
 
 from __future__ import annotations
 
@@ -52,30 +52,30 @@ def test_a_plan_changes_nothing(cache_root):
     assert files_in(cache_root) == before
 
 
-def test_an_entry_that_was_not_used_for_longer_goes(cache_root):
+def test_an_entry_unused_for_longer_than_the_age_is_selected(cache_root):
     old = lay(cache_root, 1, used=NOW - 31 * DAY)
     lay(cache_root, 2, used=NOW - 29 * DAY)
     plan = plan_of(cache_root, older_than_secs=30 * DAY)
     assert rules_of(plan) == {old.hash: ["older_than"]}
-    assert plan.entries[0].reasons[0].sentence == "it was used last 31 days ago"
+    assert plan.entries[0].reasons[0].sentence == "it was last used 31 days ago"
     assert plan.entries[0].last_used == NOW - 31 * DAY
 
 
-def test_an_entry_that_was_never_used_is_as_old_as_it_is(cache_root):
+def test_the_age_of_an_unused_entry_counts_from_its_creation(cache_root):
     old = lay(cache_root, 1, created="2026-01-15T00:00:00.000Z")
     lay(cache_root, 2, created="2026-02-15T00:00:00.000Z")
     plan = plan_of(cache_root, older_than_secs=30 * DAY)
     assert gone(plan) == {old.hash}
-    assert plan.entries[0].reasons[0].sentence == "it was made and never used 45 days ago"
+    assert plan.entries[0].reasons[0].sentence == "it was created and never used 45 days ago"
 
 
-def test_one_rank_in_use_lately_keeps_the_whole_entry(cache_root):
+def test_one_recently_used_rank_keeps_the_whole_entry(cache_root):
     lay(cache_root, 1, rank=0, used=NOW - 90 * DAY)
     lay(cache_root, 1, rank=1, used=NOW - DAY)
     assert plan_of(cache_root, older_than_secs=30 * DAY).is_empty
 
 
-def test_the_size_is_reached_by_what_was_used_longest_ago(cache_root):
+def test_the_least_recently_used_entries_make_room(cache_root):
     names = [lay(cache_root, number, used=NOW - number * DAY) for number in (1, 2, 3)]
     size = disk_usage(str(CacheLayout(root=cache_root).base))
     one = plan_of(cache_root, max_bytes=size - 1)
@@ -86,7 +86,7 @@ def test_the_size_is_reached_by_what_was_used_longest_ago(cache_root):
     assert plan_of(cache_root, max_bytes=size).is_empty
 
 
-def test_units_that_nobody_shares_make_room_ahead_of_entries(cache_root):
+def test_unshared_units_make_room_before_entries(cache_root):
     name = lay(cache_root, 1, pieces=("own", "more"))
     layout = CacheLayout(root=cache_root)
     unit = put_unit(UnitStore(layout), "a" * 64, b"x" * 5000)
@@ -105,7 +105,7 @@ def test_units_that_nobody_shares_make_room_ahead_of_entries(cache_root):
 
 
 @pytest.mark.parametrize("keep_units", [False, True])
-def test_what_frees_nothing_makes_no_room(cache_root, tmp_path, keep_units):
+def test_an_entry_that_frees_nothing_is_not_selected_for_size(cache_root, tmp_path, keep_units):
     linked = lay(cache_root, 1, used=NOW - 9 * DAY)
     other = lay(cache_root, 2, used=NOW - DAY)
     layout = CacheLayout(root=cache_root)
@@ -118,7 +118,7 @@ def test_what_frees_nothing_makes_no_room(cache_root, tmp_path, keep_units):
     assert gone(plan_of(cache_root, max_bytes=size - 1, keep_units=keep_units)) == {other.hash}
 
 
-def test_a_size_that_cannot_be_reached_is_said(cache_root):
+def test_an_unreachable_size_is_noted(cache_root):
     name = lay(cache_root, 1)
     lease = hold(CacheLayout(root=cache_root), name)
     plan = plan_of(cache_root, max_bytes=0)
@@ -128,7 +128,7 @@ def test_a_size_that_cannot_be_reached_is_said(cache_root):
     lease.release()
 
 
-def test_bytes_come_free_with_the_last_name_of_a_file(cache_root, tmp_path):
+def test_bytes_are_freed_with_the_last_name_of_a_file(cache_root, tmp_path):
     one = lay(cache_root, 1, pieces=("own", "shared"))
     two = lay(cache_root, 2, pieces=("own", "shared"))
     layout = CacheLayout(root=cache_root)
@@ -146,7 +146,7 @@ def test_bytes_come_free_with_the_last_name_of_a_file(cache_root, tmp_path):
         for path in (layout.base / folder).rglob("*")
         if path.is_file()
     )
-    # a name outside of the cache keeps the bytes
+    # a hard link outside the cache keeps the bytes
     artifact = next(path for path in (layout.entry_dir(one.hash) / "artifacts").iterdir() if path.stat().st_size == own)
     os.link(artifact, tmp_path / "kept")
     assert plan_of(cache_root, entries=(one.hash,)).entries[0].frees_bytes == first.frees_bytes - own
@@ -165,14 +165,14 @@ def _unit_bytes(layout, keys):
     return sum((layout.unit_dir(key) / "unit.json").stat().st_size for key in keys)
 
 
-def test_units_stay_where_that_was_asked_for(cache_root):
+def test_keep_units_keeps_the_units(cache_root):
     name = lay(cache_root, 1)
     plan = plan_of(cache_root, entries=(name.hash,), keep_units=True)
     assert plan.entries[0].units == ()
     assert plan.frees_bytes == _other_bytes(CacheLayout(root=cache_root), name)
 
 
-def test_the_last_of_each_model_stay_whatever_other_rules_say(cache_root):
+def test_keep_last_protects_entries_from_other_rules(cache_root):
     names = {
         (model, days): lay(cache_root, number, model=model, used=NOW - days * DAY)
         for number, (model, days) in enumerate([("A", 40), ("A", 50), ("A", 60), ("B", 70)])
@@ -184,16 +184,16 @@ def test_the_last_of_each_model_stay_whatever_other_rules_say(cache_root):
         (names["B", 70].hash, "keep_last"),
     }
     assert plan.kept[0].sentence == "it is among the last 1 of A" or plan.kept[0].model == "B"
-    # but not from being named
+    # but not from the entry rule
     assert gone(plan_of(cache_root, keep_last=1, entries=(names["B", 70].hash,))) == {names["B", 70].hash}
 
 
-def test_keep_last_alone_has_the_others_go(cache_root):
+def test_keep_last_alone_selects_the_others(cache_root):
     names = [lay(cache_root, number, used=NOW - number * DAY) for number in (1, 2, 3)]
     assert rules_of(plan_of(cache_root, keep_last=2)) == {names[2].hash: ["keep_last"]}
 
 
-def test_two_models_of_one_name_do_not_push_each_other_out(cache_root):
+def test_keep_last_does_not_mix_two_models_of_one_name(cache_root):
     small, large = facts_of("small"), facts_of("large")
     old = lay(cache_root, 1, facts=small, used=NOW - 3 * DAY)
     lay(cache_root, 2, facts=small, used=NOW - 2 * DAY)
@@ -210,14 +210,14 @@ def test_rules_add_up(cache_root):
 
 
 @pytest.mark.parametrize("text", ["ffffffffff", ""])
-def test_a_hash_that_names_no_single_entry_is_refused(cache_root, text):
+def test_an_ambiguous_or_unknown_hash_is_refused(cache_root, text):
     lay(cache_root, 1)
     lay(cache_root, 2)
     with pytest.raises(UsageError, match="Name one of these"):
         plan_of(cache_root, entries=(text,))
 
 
-def test_what_will_miss_and_what_may_serve_instead_is_said(cache_root):
+def test_misses_and_substitutes_are_listed(cache_root):
     one = lay(cache_root, 1, model="A", used=NOW - DAY)
     two = lay(cache_root, 2, model="A", used=NOW)
     other = lay(cache_root, 3, model="B", used=NOW - 2 * DAY)
@@ -226,7 +226,7 @@ def test_what_will_miss_and_what_may_serve_instead_is_said(cache_root):
     assert plan.to_json()["misses"] == [{"model": "B", "hash": other.hash}]
 
 
-def test_an_entry_in_use_or_being_written_stays_and_is_listed(cache_root):
+def test_an_entry_in_use_or_being_written_is_listed_as_kept(cache_root):
     used, written, idle = (lay(cache_root, number) for number in range(3))
     layout = CacheLayout(root=cache_root)
     leases = hold(layout, used), hold_writing(layout, written.hash)
@@ -265,7 +265,7 @@ def test_nothing_is_stale_on_a_machine_without_torch(cache_root):
     assert make_plan(CacheLayout(root=cache_root), Rules(stale=True), machine=bare, now=NOW).is_empty
 
 
-def test_an_edited_source_makes_an_entry_stale_and_one_that_is_not_found_does_not(cache_root, tmp_path):
+def test_an_edited_source_makes_an_entry_stale_and_a_missing_one_does_not(cache_root, tmp_path):
     package = tmp_path / "code" / "outer"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('a module above was imported')")
@@ -283,11 +283,11 @@ def test_an_edited_source_makes_an_entry_stale_and_one_that_is_not_found_does_no
     assert "outer.model has changed" in plan.entries[0].reasons[0].sentence
     (kept,) = plan.kept
     assert (kept.hash, kept.why) == (unknown.hash, "cannot_tell")
-    assert "the module nowhere_at_all cannot be found from here" in kept.sentence
+    assert "the module nowhere_at_all cannot be found here" in kept.sentence
 
 
 @pytest.mark.parametrize("first", ["", "by name"])
-def test_a_module_in_the_current_folder_is_not_the_models(cache_root, tmp_path, monkeypatch, first):
+def test_a_module_in_the_working_directory_is_ignored_unless_on_the_path(cache_root, tmp_path, monkeypatch, first):
     (tmp_path / "chance_model.py").write_text("another")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [first and str(tmp_path), *sys.path])
@@ -295,7 +295,7 @@ def test_a_module_in_the_current_folder_is_not_the_models(cache_root, tmp_path, 
     lay(cache_root, 1, factors=(Factor(name="sources", value={"chance_model": "0" * 64}),))
     plan = plan_of(cache_root, stale=True)
     assert (gone(plan), [kept.why for kept in plan.kept]) == (set(), ["cannot_tell"])
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # where somebody asked for it
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # on the path by request
     assert len(gone(plan_of(cache_root, stale=True))) == 1
 
 
@@ -306,18 +306,18 @@ def test_an_older_version_of_cgtool_makes_an_entry_stale(cache_root):
     assert gone(plan_of(cache_root, stale=True)) == {name.hash}
 
 
-def test_what_a_newer_version_of_cgtool_wrote_stays(cache_root):
+def test_an_entry_of_a_newer_version_of_cgtool_is_kept(cache_root):
     name = lay(cache_root, 1)
     path = CacheLayout(root=cache_root).manifest_file(name)
     path.write_bytes(resealed(path.read_bytes(), {"record": "manifest-999"}))
-    os.utime(path, (0, 0))  # what it says of its age cannot be read
+    os.utime(path, (0, 0))  # its creation time cannot be read
     plan = plan_of(cache_root, older_than_secs=DAY)
     assert plan.entries == ()
     assert [kept.why for kept in plan.kept] == ["newer_schema"]
     assert gone(plan_of(cache_root, entries=(name.hash,))) == {name.hash}
 
 
-def test_a_torn_manifest_keeps_everyones_units(cache_root):
+def test_a_torn_manifest_keeps_all_units(cache_root):
     torn = lay(cache_root, 1, pieces=("own", "both"))
     whole = lay(cache_root, 2, pieces=("own", "both"))
     path = CacheLayout(root=cache_root).manifest_file(torn)
@@ -325,10 +325,10 @@ def test_a_torn_manifest_keeps_everyones_units(cache_root):
     plan = plan_of(cache_root, entries=(whole.hash,), units=True)
     assert plan.entries[0].units == ()
     assert [file for file in plan.files if file.kind == "unit"] == []
-    assert "units that may be shared with them stay" in plan.notes[0]
+    assert "Units that they may share are kept" in plan.notes[0]
 
 
-def test_entries_that_cannot_be_listed_are_named(cache_root):
+def test_entries_that_cannot_be_listed_are_noted(cache_root):
     layout = CacheLayout(root=cache_root)
     names = sorted((lay(cache_root, number) for number in (1, 2, 3)), key=lambda name: name.hash)
     for name in names[:2]:
@@ -337,7 +337,7 @@ def test_entries_that_cannot_be_listed_are_named(cache_root):
         rank.symlink_to(cache_root / name.hash)
     plan = plan_of(cache_root, older_than_secs=0)
     assert gone(plan) == {names[2].hash}
-    assert plan.notes[-1].startswith("Left alone, as it cannot be looked into: entry ")
+    assert plan.notes[-1].startswith("Kept because it cannot be read: entry ")
     assert f" {short(names[0].hash)} and 1 more." in plan.notes[-1]
 
 
@@ -345,7 +345,7 @@ def kinds(plan):
     return sorted((file.kind, file.path.rsplit("/", 1)[-1]) for file in plan.files)
 
 
-def test_leftovers_of_every_kind_are_found_and_go_and_what_is_named_stays(cache_root):
+def test_leftovers_of_every_kind_are_removed_and_nothing_else(cache_root):
     name = lay(cache_root, 1)
     other = lay(cache_root, 2, rank=3)
     layout, before = CacheLayout(root=cache_root), files_in(cache_root)
@@ -402,18 +402,18 @@ def test_leftovers_of_every_kind_are_found_and_go_and_what_is_named_stays(cache_
     assert plan.frees_bytes == 5 * len(made) + 10
     outcome = plan.execute()
     assert (outcome.removed_files, outcome.failed, outcome.freed_bytes) == (len(plan.files), (), plan.frees_bytes)
-    left = {path for path in files_in(cache_root) if "/leases/" not in path}  # claims were taken
+    left = {path for path in files_in(cache_root) if "/leases/" not in path}  # claims create lease files
     assert left == {path for path in before if "/leases/" not in path}
 
 
-def test_what_a_live_process_is_writing_is_no_leftover(cache_root):
+def test_files_that_a_live_process_writes_are_not_leftovers(cache_root):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     entry = layout.entry_dir(name.hash)
     lease = hold_writing(layout, name.hash)
     (entry / "artifacts" / f"{'0' * 64}.eager").write_bytes(b"x")
     fresh = entry / f".key.json.{2**22 + 5}.0a.tmp"
-    fresh.write_bytes(b"x")  # of a dead process, and too young to be sure of that
+    fresh.write_bytes(b"x")  # of a dead process, but too recent
     own = entry / f".key.json.{os.getpid()}.0b.tmp"
     own.write_bytes(b"x")
     rest(own, 600)
@@ -424,7 +424,7 @@ def test_what_a_live_process_is_writing_is_no_leftover(cache_root):
     assert [kind for kind, _ in kinds(plan_of(cache_root, now=time.time()))] == ["artifact", "temporary", "temporary"]
 
 
-def test_an_entry_that_was_begun_today_is_no_leftover(cache_root):
+def test_an_entry_started_today_is_not_a_leftover(cache_root):
     layout = CacheLayout(root=cache_root)
     folder = layout.entry_dir("d" * 64) / "artifacts"
     folder.mkdir(parents=True)
@@ -434,7 +434,7 @@ def test_an_entry_that_was_begun_today_is_no_leftover(cache_root):
     assert kinds(plan_of(cache_root, now=time.time())) == [("unfinished", "d" * 64)]
 
 
-def test_units_that_no_entry_shares_go_only_if_asked(cache_root):
+def test_unshared_units_are_removed_only_on_request(cache_root):
     name = lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     (shared,) = units_in(cache_root)
@@ -448,7 +448,7 @@ def test_units_that_no_entry_shares_go_only_if_asked(cache_root):
     assert kinds(both) == [("unit", "ef" * 32)]
 
 
-def test_a_lease_that_a_live_process_holds_is_no_leftover_though_its_entry_is_gone(cache_root):
+def test_a_held_lease_of_a_removed_entry_is_not_a_leftover(cache_root):
     lay(cache_root, 1)
     layout = CacheLayout(root=cache_root)
     lease = hold_writing(layout, "e" * 64)
