@@ -106,7 +106,7 @@ def warm(*, output: Output, **options: Any) -> int:
     cgtool.toml, CGTOOL_* variables, --compilation-config, individual options.
     """
     from cgtool.cli.progress import reporting
-    from cgtool.toolkit.ranks import warm_all, warm_with_others
+    from cgtool.toolkit.ranks import warm_all_ranks, warm_launched
     from cgtool.toolkit.warm import warm as run
 
     if options["world_size"] and options["rank"] is not None:
@@ -124,9 +124,9 @@ def warm(*, output: Output, **options: Any) -> int:
     with reporting(output) as on_event:
         common = {"config": config, "check": options["check"], "on_event": logs.silencing_torch(output, on_event)}
         if options["world_size"]:
-            report = warm_all(choice, options["world_size"], **common)
+            report = warm_all_ranks(choice, options["world_size"], **common)
         elif together:
-            report = warm_with_others(choice, **common)
+            report = warm_launched(choice, **common)
         else:
             report = run(choice, rank=options["rank"], **common)
     if output.as_json or not follows:

@@ -1,11 +1,11 @@
-"""A container image of a cache in a registry, for `COPY --from` and for pods that mount images. Needs no torch.
+"""Write a cache as a container image, for `COPY --from` and for pods that mount images. Must not import torch.
 
-An artifact is a layer of its own, a tar of that one file without times and users, so that the images of all models that
-share an artifact share its layer. What differs from entry to entry is in the last layer::
+Each artifact is one layer, a tar of that file without times and owners, so that images of models that share an artifact
+share its layer. The last layer holds everything that differs between entries::
 
-    torch_compile_cache/artifacts/<sha256>.<kind>          a layer each
-    torch_compile_cache/<hash>/artifacts/<sha256>.<kind>   in the last layer: a link to it
-    torch_compile_cache/<hash>/...                         in the last layer: the rest, as `export --folder` writes it
+    torch_compile_cache/artifacts/<sha256>.<kind>          one layer each
+    torch_compile_cache/<hash>/artifacts/<sha256>.<kind>   in the last layer: a symlink to the artifact
+    torch_compile_cache/<hash>/...                         in the last layer: other files, as in `export --folder`
 
 *Source*: the image specification of the Open Container Initiative, version 1.1.
 """
@@ -35,9 +35,9 @@ from cgtool.store.records import Key, parse_key
 _POOL = f"{CACHE_FOLDER}/{ARTIFACTS}"
 _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 _FOLDER_MODE = 0o755
-#: Container engines stack 127 layers, of which a build on top needs some: the smallest of more artifacts share one.
-_MOST_ALONE = 100
-#: What the makers of images call processors.
+#: Container engines allow 127 layers, and a build on top needs some. Further artifacts, the smallest, share a layer.
+_MAX_SINGLE_LAYERS = 100
+#: Processor names in image configurations.
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "": platform.machine()}
 
 
@@ -47,38 +47,38 @@ class _Member(NamedTuple):
 
 
 class ImageTag:
-    """A tag of a registry, oci://HOST/REPOSITORY[:TAG], that an image is written to."""
+    """A registry tag, oci://HOST/REPOSITORY[:TAG], as the destination of an image."""
 
     def __init__(self, url: str) -> None:
         self._store = OciStore(url)
         self.url = self._store.url
-        there = self._store.manifest()
-        if there is None:
+        existing = self._store.manifest()
+        if existing is None:
             return
-        if there.config.mediaType not in IMAGE_CONFIG_TYPES or f"{LABEL}/entry-count" not in there.annotations:
-            message = f"{self.url} holds something else than an image of a cache. Name another tag."
-            raise UsageError(message, path=self.url, actual=there.config.mediaType)
+        if existing.config.mediaType not in IMAGE_CONFIG_TYPES or f"{LABEL}/entry-count" not in existing.annotations:
+            message = f"{self.url} exists and is not an image of a cache. Name another tag."
+            raise UsageError(message, path=self.url, actual=existing.config.mediaType)
 
     def write(self, contents: Contents, heads: Mapping[str, bytes]) -> int:
-        """Write an image of what a cache holds, and of further files by name; return the bytes that its layers hold."""
+        """Write an image of a cache's contents and additional files; return the total size of its layers."""
         keys = list(_keys(contents))
         machines = sorted({machine_of(key) for key in keys})
         if len(machines) > 1:
-            message = f"An image is for processors of one kind, and these entries are for {' and '.join(machines)}."
-            raise UsageError(f"{message} Name some of them.", path=self.url, actual=machines)
+            message = f"An image is for one processor architecture, and these entries are for {' and '.join(machines)}."
+            raise UsageError(f"{message} Choose entries for one of them.", path=self.url, actual=machines)
         groups = [*_artifacts(contents), _records(contents, heads)]
         size_bytes = sum(member.info.size for group in groups for member in group)
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cgtool-image") as pool:
             layers = tuple(pool.map(self._upload, groups))
-        said = labels(contents.index.hashes, [target for key in keys for target in targets_of(key)], size_bytes)
+        annotations = labels(contents.index.hashes, [target for key in keys for target in targets_of(key)], size_bytes)
         config = {
             "architecture": _ARCHITECTURES.get(machines[0], machines[0]),
             "os": "linux",
-            "config": {"Labels": said},
+            "config": {"Labels": annotations},
             "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in layers]},
         }
         image = self._store.upload(msgspec.json.encode(config), IMAGE_CONFIG_TYPES[0])
-        self._store.write_manifest(Manifest(config=image, layers=layers, annotations=said))
+        self._store.write_manifest(Manifest(config=image, layers=layers, annotations=annotations))
         return sum(layer.size for layer in layers)
 
     def _upload(self, members: Iterable[_Member]) -> Layer:
@@ -100,29 +100,32 @@ def _keys(contents: Contents) -> Iterator[Key]:
 
 
 def _artifacts(contents: Contents) -> list[list[_Member]]:
-    """The artifacts of each layer, the largest first."""
-    found = {content.member.place.file: content for content in contents.contents if content.file is not None}
-    ordered = sorted(found.items(), key=lambda named: (-named[1].member.size_bytes, named[0]))
+    """Return the artifact members of each layer, largest first."""
+    by_file = {content.member.place.file: content for content in contents.contents if content.file is not None}
+    ordered = sorted(by_file.items(), key=lambda named: (-named[1].member.size_bytes, named[0]))
     members = [
         _member(f"{_POOL}/{file}", tarfile.REGTYPE, ARTIFACT_MODE, content.member.size_bytes, content.chunks())
         for file, content in ordered
     ]
-    alone, together = members[:_MOST_ALONE], members[_MOST_ALONE:]
-    return [*([member] for member in alone), *([together] if together else [])]
+    single, shared = members[:_MAX_SINGLE_LAYERS], members[_MAX_SINGLE_LAYERS:]
+    return [*([member] for member in single), *([shared] if shared else [])]
 
 
 def _records(contents: Contents, heads: Mapping[str, bytes]) -> list[_Member]:
-    """All that is no artifact, folders first, and the links to artifacts."""
-    files = {**heads, **{one.member.path: one.data for one in contents.contents if one.data is not None}}
+    """Return the members of the last layer: folders, records, and the symlinks to artifacts."""
+    files = {
+        **heads,
+        **{content.member.path: content.data for content in contents.contents if content.data is not None},
+    }
     links = [content.member for content in contents.contents if content.file is not None]
     folders = names_of_folders([*files, *(member.path for member in links), f"{_POOL}/"])
-    found = [_member(name, tarfile.DIRTYPE, _FOLDER_MODE) for name in sorted(folders)]
-    found += [_member(name, tarfile.REGTYPE, RECORD_MODE, len(data), [data]) for name, data in sorted(files.items())]
+    members = [_member(name, tarfile.DIRTYPE, _FOLDER_MODE) for name in sorted(folders)]
+    members += [_member(name, tarfile.REGTYPE, RECORD_MODE, len(data), [data]) for name, data in sorted(files.items())]
     for member in links:
         link = _member(member.path, tarfile.SYMTYPE, 0o777)
         link.info.linkname = f"../../{ARTIFACTS}/{member.place.file}"
-        found.append(link)
-    return found
+        members.append(link)
+    return members
 
 
 def _member(name: str, kind: bytes, mode: int, size_bytes: int = 0, chunks: Iterable[bytes] = ()) -> _Member:

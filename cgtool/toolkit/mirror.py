@@ -1,7 +1,7 @@
-"""A store as a cache root of its own: what looks at a cache looks at a store, by the same walk. Needs no torch.
+"""Mirror a remote store as a local cache root, so that commands read it like a cache. Must not import torch.
 
-Records are fetched as they are, and checked by whoever reads them. Artifacts are files of the right size without bytes,
-unless they are asked for. What goes from the mirror can be made to go from the store.
+Records are fetched unchecked; whoever reads them validates them. Artifacts are sparse files of the right size, unless
+their contents are requested. Removals from the mirror can be applied to the store.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from cgtool.store.units import parse_unit
 from cgtool.threads import in_parallel
 
 _MOST_RECORD_BYTES = 2**30
-#: What nothing names may be what a push that is under way has sent already.
+#: Unreferenced artifacts may belong to a push in progress.
 _GRACE_SECS = 86400.0
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """What a store held when it was read: a cache root, the entries and the units."""
+    """The state of a store when it was read: a cache root, the entries and the units."""
 
     store: Store
     root: Path
     hashes: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
-    #: name in the store → the first file of that artifact
+    #: The artifact's name in the store → its first file in the mirror.
     placed: dict[str, Path] = field(default_factory=dict)
 
     @property
     def layout(self) -> CacheLayout:
-        """The cache that the mirror is."""
+        """The mirror as a cache."""
         return CacheLayout(root=self.root)
 
 
 @contextlib.contextmanager
 def mirrored(url: str, *, artifacts: bool = False) -> Iterator[Mirror]:
-    """Yield what a store holds as a cache root, which is gone afterwards; with `artifacts`, their bytes too."""
+    """Yield a temporary mirror of a store; with `artifacts`, also fetch their contents."""
     mirror = Mirror(open_store(url), Path(tempfile.mkdtemp(prefix="cgtool-remote-")))
     try:
         ensure_root(mirror.root)
@@ -65,40 +65,44 @@ def mirrored(url: str, *, artifacts: bool = False) -> Iterator[Mirror]:
 
 
 def _fill(mirror: Mirror, pool: ThreadPool, *, artifacts: bool) -> None:
-    store, there = mirror.store, {item.path: item.size_bytes for item in mirror.store.list("artifacts")}
+    store, sizes = mirror.store, {item.path: item.size_bytes for item in mirror.store.list("artifacts")}
     members: dict[tuple[str, str], Member] = {}
-    found = [(hash_, digest) for hash_, digests in indexes(store).items() for digest in digests]
-    for hash_, bundle in zip(found, in_parallel(pool, lambda pair: open_bundle(store, *pair), found), strict=True):
+    keys = [(hash_, digest) for hash_, digests in indexes(store).items() for digest in digests]
+    bundles = in_parallel(pool, lambda key: open_bundle(store, *key), keys)
+    for (hash_, _), bundle in zip(keys, bundles, strict=True):
         if bundle is not None:
-            mirror.hashes.add(hash_[0])
+            mirror.hashes.add(hash_)
             for member in parse_index(bundle.index_bytes, limits=Limits()).members:
                 members[member.path, member.sha256] = member
     records = [member for member in members.values() if not member.place.kind]
     bodies = in_parallel(pool, lambda member: read(store, member_path(member), most=_MOST_RECORD_BYTES), records)
     _write_records(mirror, zip(records, bodies, strict=True))
-    keys = [item.path.rpartition("/")[2] for item in store.list("units")]
-    mirror.units.update(filter(is_hash, keys))
-    wanted = [(member_path(one), mirror.root / one.path, one.size_bytes) for one in members.values() if one.place.kind]
-    wanted += filter(None, in_parallel(pool, partial(_unit, mirror), sorted(mirror.units)))
-    first = {path: (place, there[path] or size) for path, place, size in reversed(wanted) if path in there}
-    list(in_parallel(pool, partial(_place, mirror, artifacts=artifacts), first.items()))
-    for path, copy, _ in wanted:
+    mirror.units.update(filter(is_hash, (item.path.rpartition("/")[2] for item in store.list("units"))))
+    copies = [
+        (member_path(member), mirror.root / member.path, member.size_bytes)
+        for member in members.values()
+        if member.place.kind
+    ]
+    copies += filter(None, in_parallel(pool, partial(_write_unit, mirror), sorted(mirror.units)))
+    first = {path: (copy, sizes[path] or size) for path, copy, size in reversed(copies) if path in sizes}
+    list(in_parallel(pool, partial(_write_artifact, mirror, artifacts=artifacts), first.items()))
+    for path, copy, _ in copies:
         if path in mirror.placed and copy != mirror.placed[path]:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.hardlink_to(mirror.placed[path])
 
 
 def _write_records(mirror: Mirror, records: Iterable[tuple[Member, bytes | None]]) -> None:
-    """Write records; of a rank that was pushed more than once, the manifest that a pull would make of them."""
+    """Write the records; merge the manifests of a rank that was pushed more than once, as a pull would."""
     manifests: dict[RankName, Manifest] = {}
-    for member, found in records:
-        if found is None:
+    for member, body in records:
+        if body is None:
             continue
-        data = found
+        data = body
         place, path = member.place, mirror.root / member.path
         if place.file == MANIFEST_FILE and place.rank is not None:
             name = RankName(hash=place.hash, rank=place.rank, prefix=place.prefix)
-            with contextlib.suppress(CacheError):  # one that is torn lies there as it is, for the walk to name
+            with contextlib.suppress(CacheError):  # a torn manifest is written unchanged, for the walk to report
                 manifest = parse_manifest(data, path=path, name=name)
                 if name in manifests:
                     manifest = _merged(manifests[name], manifest)
@@ -114,8 +118,8 @@ def _merged(ours: Manifest, theirs: Manifest) -> Manifest:
     return replace(ours.with_rows(theirs.rows, theirs.fallbacks), files={**theirs.files, **ours.files})
 
 
-def _unit(mirror: Mirror, key: str) -> tuple[str, Path, int] | None:
-    """Write the record of a unit; return its artifact's name, its place and its size."""
+def _write_unit(mirror: Mirror, key: str) -> tuple[str, Path, int] | None:
+    """Write the record of a unit; return its artifact's name in the store, its path in the mirror and its size."""
     folder = mirror.layout.unit_dir(key)
     data = read(mirror.store, unit_path(key), most=_MOST_RECORD_BYTES)
     if data is None:
@@ -133,22 +137,22 @@ def _artifact_of(data: bytes, key: str) -> Artifact | None:
         return None
 
 
-def _place(mirror: Mirror, wanted: tuple[str, tuple[Path, int]], *, artifacts: bool) -> None:
-    """Put an artifact in its first place: its bytes, or as much of nothing."""
-    path, (place, size) = wanted
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("xb") as file:
+def _write_artifact(mirror: Mirror, copy: tuple[str, tuple[Path, int]], *, artifacts: bool) -> None:
+    """Write the first copy of an artifact: its contents, or a sparse file of its size."""
+    path, (target, size) = copy
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("xb") as file:
         if artifacts:
             file.writelines(mirror.store.get(path) or ())
         else:
             os.truncate(file.fileno(), size)
-    mirror.placed[path] = place
+    mirror.placed[path] = target
 
 
 def remove_pruned(mirror: Mirror) -> int:
-    """Remove from a store what went from its mirror, and old artifacts that nothing names; return how many files went.
+    """Apply a mirror's removals to its store, and remove old unreferenced artifacts; return the number of files.
 
-    The index of an entry goes first. What was pushed since the mirror was made stays.
+    An entry's index is removed first. What was pushed since the mirror was made is kept.
     """
     store, layout, removed = mirror.store, mirror.layout, 0
     gone = mirror.hashes.difference(layout.hashes())
@@ -167,7 +171,7 @@ def remove_pruned(mirror: Mirror) -> int:
 
 
 def _clock(store: Store) -> float:
-    """What time it is at a store, whose clock and not ours says how old a file is; 0 where it does not say."""
+    """Return the time by the store's clock, to which file ages relate; 0 if the store reports no times."""
     path = f"clock/{secrets.token_hex(8)}"
     store.put(path, b"")
     times = [item.modified for item in store.list("clock") if item.path == path]
@@ -176,13 +180,13 @@ def _clock(store: Store) -> float:
 
 
 def _named(store: Store) -> set[str]:
-    """The artifacts that something in a store names; where that cannot be told, nothing may go."""
+    """Return the artifacts that entries or units of a store name; raise if an index cannot be read."""
     named = set()
     for hash_, digests in indexes(store).items():
         for digest in digests:
             bundle = open_bundle(store, hash_, digest)
             if bundle is None:
-                message = f"{index_path(hash_, digest)} of {store.url} is not whole, so its artifacts are not known."
+                message = f"{index_path(hash_, digest)} of {store.url} is incomplete, so its artifacts are unknown."
                 raise RemoteError(f"{message} Push that entry again, or remove the file.", path=store.url)
             members = parse_index(bundle.index_bytes, limits=Limits()).members
             named |= {member_path(member) for member in members}

@@ -1,6 +1,6 @@
-"""A model as the user names it on a command line: how it is built, here or in a child, and the lines that load it.
+"""A model named on the command line: building it, here or in a child, and the code that loads it.
 
-Importable without torch, which building the model imports.
+Importable without torch; building the model imports it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,37 @@ from cgtool.plan.grammar import Record
 
 
 class ModelChoice(Record, frozen=True, kw_only=True):
-    """A model as the user names it."""
+    """A model as named on the command line, and how to build it."""
 
-    #: MODEL as it was given: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
+    #: The MODEL argument: "path/to/file.py:factory", "package.module:factory", "hf:PATH".
     model: str
     factory_args: dict[str, Any] = field(default_factory=dict)
-    #: "fake" builds the module without memory for its weights, "real" builds it as the factory does.
+    #: "fake" builds the module without allocating its weights; "real" builds it as the factory does.
     weights: Literal["fake", "real"] = "fake"
-    #: Where the module is built, as torch spells it; None leaves it to the factory.
+    #: The device to build the module on, as torch spells it; None leaves it to the factory.
     device: str | None = None
-    #: Its default floating dtype, as torch spells it; None leaves it to the factory.
+    #: The default floating-point dtype, as torch spells it; None leaves it to the factory.
     dtype: str | None = None
-    #: Folders put on `sys.path` first.
+    #: Folders to put first on `sys.path`.
     pythonpath: tuple[str, ...] = ()
-    #: Which compiled part of the model this is; None takes the factory's word.
+    #: Which compiled part of the model this is; None takes the factory's value.
     prefix: str | None = None
-    #: Dynamic dimension → its smallest and its largest size that must be served; beside the factory's word.
+    #: Dynamic dimension → the smallest and largest size that must be served, in addition to the factory's.
     require: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def build(self, *, weights: Literal["fake", "real"] | None = None, on_event: OnEvent = ignore) -> ModelSpec:
-        """Build the model; a ModelError says that it could not be found or built."""
+        """Build the model.
+
+        Args:
+            weights: Overrides `self.weights`.
+            on_event: Called as torch is imported and the model is built.
+
+        Raises:
+            ModelError: The model cannot be found or built.
+        """
         began = time.perf_counter()
         on_event(Event(phase="model", message="importing torch"))
-        # Seconds that `--help` and wrong usage need not wait for.
+        # Imported lazily: it imports torch, which takes seconds.
         from cgtool.models import resolve_model
 
         on_event(Event(phase="model", message=self.model))
@@ -64,22 +72,22 @@ class ModelChoice(Record, frozen=True, kw_only=True):
 
 
 def require_cache(config: CompilationConfig) -> None:
-    """Refuse a configuration that switches the cache off."""
+    """Raise a UsageError if the configuration switches the cache off."""
     if config.disable_cache:
         message = (
-            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache): nothing is stored in it, "
-            "and nothing hits. Switch it on and run this again; cgtool.compile compiles without a cache."
+            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be stored or "
+            "found. Switch it on and try again; only cgtool.compile works without a cache."
         )
         raise UsageError(message)
 
 
 def load_call(module: str, place: Mapping[str, Any]) -> str:
-    """Return the Python expression that loads `module` from its entry at `place`: "cgtool.load(module)"."""
+    """Return the Python expression that loads `module` with the keyword arguments `place`: "cgtool.load(module)"."""
     return _call("cgtool.load", module, **place)
 
 
 def start_line(choice: ModelChoice, place: Mapping[str, Any]) -> str:
-    """Return a shell line that builds the model for real, loads it from the cache and calls it once."""
+    """Return a shell command that builds the model with real weights, loads it from the cache and calls it once."""
     build = _call(
         "resolve_model",
         repr(choice.model),
@@ -106,7 +114,7 @@ def _call(function: str, first: str, **keywords: Any) -> str:
 
 
 def _quoted(code: str) -> str:
-    # Double quotes around Python's single ones read better; the shell must find nothing to expand in them.
+    # Double quotes around Python's single quotes are more readable, if the shell would not expand anything inside.
     return f'"{code}"' if not set(code) & set('"$`\\!') else shlex.quote(code)
 
 

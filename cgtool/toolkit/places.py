@@ -1,10 +1,10 @@
-"""What a user names as a cache, a bundle or a store, or as an entry of one, opened. No torch.
+"""Open what a user names: a cache, a bundle, a store, or one entry of these. Must not import torch.
 
     place = folder of a cache | .../torch_compile_cache/<hash> | file of a bundle
-          | URL of a store | URL of a store ":" beginning of a hash
-          | folder of a cache ":" beginning of a hash | beginning of a hash, of the cache that is named beside it
+          | URL of a store | URL of a store ":" abbreviated hash
+          | folder of a cache ":" abbreviated hash | abbreviated hash, of the cache that is named separately
 
-What exists as a path is taken for one; a beginning must be that of one entry alone.
+Text that exists as a path is a path. An abbreviated hash must match exactly one entry.
 """
 
 from __future__ import annotations
@@ -25,39 +25,38 @@ _BEGINNING = re.compile(r"[0-9a-fA-F]{1,64}")
 
 
 class Place(NamedTuple):
-    """A cache, and the one entry of it that was named, if one was."""
+    """A cache, and the entry of it that was named, if any."""
 
-    #: What people are told of it.
+    #: The name to show to people.
     text: str
     layout: CacheLayout
     hash: str | None = None
-    #: Whether it is a copy of a bundle or of a store, which is gone afterwards: it is looked at and neither opened
-    #: nor changed.
+    #: Whether it is a temporary copy of a bundle or a store, to be read only.
     is_copy: bool = False
 
 
 def is_beginning(text: str) -> bool:
-    """Return whether a text may be the beginning of a hash, and is no path."""
+    """Return whether a text can be an abbreviated hash, and is not an existing path."""
     return _BEGINNING.fullmatch(text) is not None and path_of(text) is None
 
 
 def path_of(text: str) -> Path | None:
-    """Return the path that a text names; None where there is nothing."""
+    """Return the existing path that a text names; None if there is none."""
     try:
         path = Path(text).expanduser()
         return path if text and path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, the home of nobody
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, or the home of an unknown user
         return None
 
 
 @contextlib.contextmanager
 def opened_place(text: str, cache_dir: Path | None = None, *, artifacts: bool = False) -> Iterator[Place]:
-    """Yield what `text` names, in the grammar above; with `artifacts`, those of a store are fetched too."""
+    """Yield the place that `text` names; with `artifacts`, also fetch the artifacts of a store."""
     if is_remote(text):
-        from cgtool.toolkit.mirror import mirrored  # for stores alone
+        from cgtool.toolkit.mirror import mirrored  # imported lazily: only stores need it
 
         url, _, beginning = text.rpartition(":")
-        # Behind a host alone, figures are a port.
+        # Digits after a bare host are a port.
         names_entry = "/" in url.partition("://")[2] and _BEGINNING.fullmatch(beginning) is not None
         with mirrored(url if names_entry else text, artifacts=artifacts) as mirror:
             hash_ = hash_named(redacted(url), beginning, mirror.layout.hashes()) if names_entry else None
@@ -65,7 +64,7 @@ def opened_place(text: str, cache_dir: Path | None = None, *, artifacts: bool = 
         return
     path = path_of(text)
     if path is not None and not path.is_dir():
-        from cgtool.store.bundle.unpack import unpacked  # zstandard and more, for bundles alone
+        from cgtool.store.bundle.unpack import unpacked  # imported lazily: only bundles need zstandard
 
         with unpacked(path) as root:
             yield Place(text, CacheLayout(root=root), is_copy=True)
@@ -86,9 +85,7 @@ def _entry(text: str, cache_dir: Path | None) -> Place:
     has_root = bool(colon and root_text)
     above = path_of(root_text) if has_root else cache_dir
     if _BEGINNING.fullmatch(beginning) is None or (above is None and has_root):
-        message = (
-            f"There is no {text!r:.200}. Name a cache's folder, an entry by its hash or as ROOT:HASH, or a bundle."
-        )
+        message = f"There is no {text!r:.200}. Name a cache's folder, an entry as HASH or ROOT:HASH, or a bundle."
         raise UsageError(message, actual=text)
     layout = CacheLayout.at(above)
     hashes = layout.hashes()

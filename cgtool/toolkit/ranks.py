@@ -1,8 +1,8 @@
-"""`warm` of a model that ranks hold in parts: those that a launcher started, or all of them from one command.
+"""`warm` for a model split across ranks: the ranks of a launcher, or all ranks from one command.
 
-Importable without torch. Launched ranks warm beside each other and meet at the end, so that one of them can speak for
-all. Without a launcher each rank is warmed in its turn, in a child with that rank's environment and a process group
-that exchanges nothing: one machine without GPUs fills the folders of all.
+Importable without torch. Launched ranks warm concurrently and synchronize at the end, so that one of them reports for
+all. Without a launcher, the ranks are warmed one after the other, each in a child process with that rank's environment
+and a fake process group, so that one machine without GPUs fills the folders of all ranks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from cgtool.processes import Child, ChildEndedError, format_log
 from cgtool.toolkit.model_choice import ModelChoice
 from cgtool.toolkit.warm import RankSummary, WarmReport, warm
 
-_FAKED = (
-    "As whole calls were proved, ranks exchanged nothing: their process group was faked. Warm under torchrun to prove "
-    "calls with what ranks exchange."
+_FAKE_GROUP_NOTE = (
+    "Whole calls were proved with a fake process group, without communication between ranks. Warm under torchrun to "
+    "prove calls with it."
 )
-
-
-_IN_GROUP = (
-    "\nUnder --world-size, cgtool has made the default process group. Have the factory make one only where there is "
-    "none: `if not torch.distributed.is_initialized():`."
+_GROUP_EXISTS_ADVICE = (
+    "\nUnder --world-size, cgtool creates the default process group. Let the factory create one only if none exists: "
+    "`if not torch.distributed.is_initialized():`."
 )
 
 
 class _Request(Record, frozen=True, kw_only=True):
-    """The rank that a child is to warm."""
+    """The rank for a child to warm."""
 
     choice: ModelChoice
     config: dict[str, Any]
@@ -47,7 +45,7 @@ class _Progress(Record, frozen=True, kw_only=True):
 
 
 class _Outcome(Record, frozen=True, kw_only=True):
-    """What came of a rank: its report, or why there is none."""
+    """The result for a rank: its report, or why warming failed."""
 
     report: WarmReport | None = None
     failure: str = ""
@@ -62,25 +60,25 @@ class RankFailedError(CgtoolError):
         self.exit_code = exit_code
 
 
-def warm_with_others(choice: ModelChoice, *, config: CompilationConfig, check: bool, on_event: OnEvent) -> WarmReport:
-    """Warm this process's rank beside those that its launcher started; the report has a summary of each.
+def warm_launched(choice: ModelChoice, *, config: CompilationConfig, check: bool, on_event: OnEvent) -> WarmReport:
+    """Warm this process's rank concurrently with the other launched ranks; the report has a summary of each.
 
     Raises:
         RankLostError: Another rank failed or died.
-        CgtoolError: As `warm`.
+        CgtoolError: As for `warm`.
     """
-    from cgtool.compiler.ranks import Ranks  # torch
+    from cgtool.compiler.ranks import Ranks  # imported lazily: needs torch
 
     ranks = Ranks.of_launch()
     if ranks is None:
         return warm(choice, config=config, check=check, on_event=on_event)
     with ranks:
         report = warm(choice, config=config, check=check, ranks=ranks, on_event=on_event)
-        words = ranks.meet("the report", encode(RankSummary.of(ranks.rank, report)).decode(), insists=True)
-    return dataclasses.replace(report, ranks=tuple(decode(word.encode(), RankSummary) for word in words))
+        summaries = ranks.meet("the report", encode(RankSummary.of(ranks.rank, report)).decode(), insists=True)
+    return dataclasses.replace(report, ranks=tuple(decode(text.encode(), RankSummary) for text in summaries))
 
 
-def warm_all(
+def warm_all_ranks(
     choice: ModelChoice,
     size: int,
     *,
@@ -88,41 +86,35 @@ def warm_all(
     check: bool,
     on_event: OnEvent,
 ) -> WarmReport:
-    """Warm every rank of a model that `size` ranks hold; return rank 0's report, with a summary of each.
+    """Warm every rank of a model split across `size` ranks; return rank 0's report, with a summary of each.
 
     Raises:
-        RankFailedError: A rank could not be warmed; those before it are.
+        RankFailedError: A rank could not be warmed; the ranks before it are warmed.
     """
     reports = []
     for rank in range(size):
-        request = _Request(
-            choice=choice,
-            config=config.to_json(),
-            rank=rank,
-            size=size,
-            check=check,
-        )
-        reports.append(_warmed(request, on_event))
+        request = _Request(choice=choice, config=config.to_json(), rank=rank, size=size, check=check)
+        reports.append(_warm_in_child(request, on_event))
     summaries = tuple(RankSummary.of(rank, report) for rank, report in enumerate(reports))
-    notes = reports[0].notes if check or not config.proof else (*reports[0].notes, _FAKED)
+    notes = reports[0].notes if check or not config.proof else (*reports[0].notes, _FAKE_GROUP_NOTE)
     return dataclasses.replace(reports[0], notes=notes, ranks=summaries)
 
 
-def _warmed(request: _Request, on_event: OnEvent) -> WarmReport:
+def _warm_in_child(request: _Request, on_event: OnEvent) -> WarmReport:
     rank, size = str(request.rank), str(request.size)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    child = Child("cgtool.toolkit.ranks:main", variables=child_variables(places))
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    child = Child("cgtool.toolkit.ranks:main", variables=child_variables(variables))
     try:
         answer = child.ask(
             request,
             answer=_Outcome,
             note=_Progress,
-            on_note=lambda told: on_event(told.event._replace(message=f"rank {rank}: {told.event.message}")),
+            on_note=lambda note: on_event(note.event._replace(message=f"rank {rank}: {note.event.message}")),
             timeout_secs=None,
         )
     except ChildEndedError as error:
-        msg = f"The process that warms rank {rank} {error.ending.how}.{format_log(error.ending.log)}"
-        raise RankFailedError(msg) from error
+        message = f"The process that warms rank {rank} {error.ending.how}.{format_log(error.ending.log)}"
+        raise RankFailedError(message) from error
     finally:
         child.close()
     outcome: _Outcome = answer.record
@@ -133,7 +125,7 @@ def _warmed(request: _Request, on_event: OnEvent) -> WarmReport:
 
 def main(channel: Channel) -> None:
     """Warm one rank; the program of a child."""
-    from cgtool.guards._torch import join_fake_group  # torch
+    from cgtool.guards._torch import join_fake_group  # imported lazily: needs torch
 
     for request, _ in channel.requests(_Request):
         join_fake_group(request.rank, request.size)
@@ -142,11 +134,11 @@ def main(channel: Channel) -> None:
                 request.choice,
                 config=CompilationConfig.from_mapping(request.config),
                 check=request.check,
-                in_children=False,  # which would have to join the group
+                in_children=False,  # children would have to join the fake group
                 on_event=lambda event: channel.note(_Progress(event=event)),
             )
         except CgtoolError as error:
-            advice = _IN_GROUP if "default process group twice" in str(error) else ""
+            advice = _GROUP_EXISTS_ADVICE if "default process group twice" in str(error) else ""
             channel.answer(_Outcome(failure=f"{error}{advice}", exit_code=error.exit_code))
         else:
             channel.answer(_Outcome(report=report))

@@ -1,7 +1,7 @@
-"""`push` and `pull`: entries to a remote store and from it. Prints nothing; importable without torch.
+"""`push` and `pull`: copy entries to and from a remote store. Prints nothing; importable without torch.
 
-What a push finds there already it does not send again. What a pull finds in the cache already it does not fetch again;
-the rest is checked as a bundle is, before anything is placed.
+A push sends only the files that the store lacks, and a pull fetches only the files that the cache lacks. A pulled entry
+is checked as a bundle before anything is installed.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from cgtool.store.bundle_index import Limits
 from cgtool.store.layout import CacheLayout, short
 from cgtool.threads import in_parallel
 from cgtool.toolkit.bundle.choose import Choice
-from cgtool.toolkit.bundle.export import ExportReport, export, held_names
+from cgtool.toolkit.bundle.export import ExportReport, choose_and_lease, export
 from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
 from cgtool.toolkit.selection import hash_named
 
 SCHEMA = 1
-#: What an interrupted push waits for files that it is sending.
+#: How long an interrupted push waits for the files being sent.
 _LAST_FILES_SECS = 2.0
 
 
 class PushedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One entry, and what of it was sent."""
+    """One entry, and what was sent of it."""
 
     hash: str
     model: str
-    #: "pushed", or "same" where the store had all of it.
+    #: "pushed", or "same" if the store had all of it.
     outcome: str
     #: How many files were sent.
     files: int
@@ -59,7 +59,7 @@ class PushReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     schema: int = SCHEMA
     root: str
-    #: The store, without user and password.
+    #: The URL of the store, without user and password.
     url: str
     entries: tuple[PushedEntry, ...]
     secs: float
@@ -74,18 +74,25 @@ def push(
     sign: Sequence[Path] = (),
     on_event: OnEvent = ignore,
 ) -> PushReport:
-    """Add chosen entries to a store: artifacts, then records and marks, then the index that makes them seen.
+    """Add the chosen entries to a store: artifacts, then records and markers, then the index that makes them visible.
+
+    Args:
+        url: The store.
+        choice: Which entries, ranks and shapes.
+        cache_dir: The cache's root; None means the one that `warm` fills.
+        sign: Files with private keys.
+        on_event: Called as files are sent.
 
     Raises:
-        UsageError: The choice fits nothing, a key is none, or the URL names no store.
-        CacheCorruptError: Something of an entry is missing or not as its digest says.
+        UsageError: The choice matches nothing, a key is invalid, or the URL names no store.
+        CacheCorruptError: A file of an entry is missing or does not match its digest.
         RemoteError: The store fails.
         CacheError: The cache cannot be read.
     """
     store, began = open_store(url), time.monotonic()
     keys = [signatures.load_private_key(path) for path in sign]
     layout = CacheLayout.at(cache_dir)
-    names = held_names(layout, choice)
+    names = choose_and_lease(layout, choice)
     grouped = {hash_: list(group) for hash_, group in itertools.groupby(names, key=lambda name: name.hash)}
     pushed: list[PushedEntry] = []
     warnings: list[str | None] = []
@@ -96,7 +103,7 @@ def push(
             model = contents.manifests[0].model
             label = f"{model} {short(hash_)}"
             on_event(Event("push", label))
-            each = partial(_sending, pool, partial(_tell, on_event, "push", label))
+            each = partial(_send_group, pool, partial(_report_progress, on_event, "push", label))
             signed = signatures.sign(contents.index_bytes, keys) if keys else kept_signature(layout, hash_, contents)
             sent = send_entry(store, hash_, contents, signed, each=each)
             outcome = "pushed" if sent.files else "same"
@@ -117,7 +124,7 @@ def push(
 
 @contextlib.contextmanager
 def sending_threads() -> Iterator[ThreadPool]:
-    """Yield threads that send; whoever is interrupted waits a moment for the files under way, and not for a network."""
+    """Yield a pool of sending threads; after an interrupt, wait only briefly for the files being sent."""
     pool = ThreadPool(AT_ONCE)
     try:
         yield pool
@@ -128,12 +135,14 @@ def sending_threads() -> Iterator[ThreadPool]:
         ending.join(_LAST_FILES_SECS)
 
 
-def _tell(on_event: OnEvent, phase: Phase, label: str, done: int, total: int) -> None:
+def _report_progress(on_event: OnEvent, phase: Phase, label: str, done: int, total: int) -> None:
     on_event(Event(phase, label, done=done, total=total))
 
 
-def _sending(pool: ThreadPool, on_file: OnMember, send: Callable[[Any], Any], group: Collection[Any]) -> Iterator[Any]:
-    """Send a group, several files at a time, and say how far it is."""
+def _send_group(
+    pool: ThreadPool, on_file: OnMember, send: Callable[[Any], Any], group: Collection[Any]
+) -> Iterator[Any]:
+    """Send a group, several files at a time, and report progress."""
     for number, sent in enumerate(in_parallel(pool, send, group), 1):
         on_file(number, len(group))
         yield sent
@@ -143,11 +152,11 @@ class PullReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What was pulled; its fields are those that `pull --json` prints."""
 
     schema: int = SCHEMA
-    #: The store, without user and password.
+    #: The URL of the store, without user and password.
     url: str
     root: str
     entries: tuple[ImportedEntry, ...]
-    #: Sentences: entries that were not asked for by name, and are not for this machine or not whole.
+    #: Why entries were skipped that were not requested by name: unsupported here, or incomplete in the store.
     skipped: tuple[str, ...]
     secs: float
     warnings: tuple[str, ...]
@@ -164,30 +173,30 @@ def pull(
     replacing: bool = False,
     on_event: OnEvent = ignore,
 ) -> PullReport:
-    """Take entries of a store into the cache, each once all of it was checked.
+    """Add entries of a store to the cache, each after checking all of it.
 
     Args:
         url: The store.
-        hashes: Beginnings of hashes; none means all entries that this machine can load.
+        hashes: Abbreviated hashes; empty means all entries that this machine can load.
         cache_dir: The cache's root; None means the one that `warm` fills.
-        trust: Whether the user vouches for native code that nobody signed.
-        require_signature: Files and folders of public keys, one of which must have signed each.
-        any_machine: Whether to take what this machine cannot load.
-        replacing: Whether the store's plan wins where the cache holds another of the same hash.
-        on_event: Is told how far it is.
+        trust: Whether the user trusts unsigned native code.
+        require_signature: Files and folders with public keys, one of which must have signed each entry.
+        any_machine: Whether to pull entries that this machine cannot load.
+        replacing: Whether the store's plan replaces a different plan of the same hash in the cache.
+        on_event: Called as files are fetched.
 
     Raises:
-        UsageError: A beginning fits nothing or several entries, or the URL names no store.
-        RefusedError: An entry is not trusted, not whole, or was named and is not fit for this machine.
+        UsageError: An abbreviated hash matches no entry or several, or the URL names no store.
+        RefusedError: An entry is untrusted or incomplete, or was named and is unsupported on this machine.
         RemoteError: The store fails, or holds no entry.
         CacheError: The cache cannot be written.
     """
     store, began = open_store(url), time.monotonic()
     layout = CacheLayout.at(cache_dir)
-    there = indexes(store)
-    chosen = [hash_named(store.url, text, list(there)) for text in hashes] or list(there)
+    stored = indexes(store)
+    chosen = [hash_named(store.url, text, list(stored)) for text in hashes] or list(stored)
     if not chosen:
-        raise RemoteError(f"{store.url} holds no entry. Push one: cgtool push {store.url}", path=store.url)
+        raise RemoteError(f"{store.url} holds no entry. Push one with: cgtool push {store.url}", path=store.url)
     entries: dict[str, ImportedEntry] = {}
     skipped: list[str] = []
     warnings: list[str] = []
@@ -196,7 +205,7 @@ def pull(
         label = short(hash_) if len(chosen) == 1 else f"{short(hash_)}, entry {number + 1} of {len(chosen)}"
         on_event(Event("pull", label))
         is_skipped = False
-        for digest in there[hash_]:
+        for digest in stored[hash_]:
             bundle = open_bundle(store, hash_, digest, partial(in_cache, layout))
             if bundle is None:
                 continue
@@ -208,7 +217,7 @@ def pull(
                     require_signature=require_signature,
                     any_machine=any_machine,
                     replace=replacing,
-                    on_member=partial(_tell, on_event, "pull", label),
+                    on_member=partial(_report_progress, on_event, "pull", label),
                 )
             except RefusedError as error:
                 if error.reason != "unsupported" or hashes:
@@ -216,11 +225,11 @@ def pull(
                 skipped.append(str(error))
                 is_skipped = True
                 break
-            entries[hash_] = _together(entries.get(hash_), report.entries[0])
+            entries[hash_] = _merged(entries.get(hash_), report.entries[0])
             warnings += report.warnings
         if hash_ not in entries and not is_skipped:
-            what = f"The entry {short(hash_)} of {store.url} is not whole"
-            message = f"{what}: no push of it has come to its end. Push it again."
+            what = f"The entry {short(hash_)} of {store.url} is incomplete"
+            message = f"{what}: no push of it has completed. Push it again."
             if hashes:
                 raise RemoteError(message, path=store.url, actual=hash_)
             skipped.append(message)
@@ -235,51 +244,53 @@ def pull(
     )
 
 
-def _together(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry:
-    """One entry may come in several bundles; what the first did to the cache stands."""
+def _merged(before: ImportedEntry | None, now: ImportedEntry) -> ImportedEntry:
+    """Merge the results of an entry's bundles, of which a store may hold several."""
     if before is None:
         return now
     outcome = now.outcome if before.outcome == "same" else before.outcome
-    ranks = {(one.rank, one.prefix): one for one in (*before.ranks, *now.ranks)}
+    ranks = {(rank.rank, rank.prefix): rank for rank in (*before.ranks, *now.ranks)}
     return replace(now, outcome=outcome, rows_added=before.rows_added + now.rows_added, ranks=tuple(ranks.values()))
 
 
 def export_to(url: str, **options: Any) -> ExportReport:
-    """Write a bundle as `export` does, to one file of a store; to a tag of a registry, a container image.
+    """Export a bundle to a file in a store, or a container image to a tag of a registry.
 
     Raises:
-        RemoteError: The store fails; and as `export`.
+        RemoteError: The store fails.
+        CgtoolError: As for `export`.
     """
     if url.startswith("oci://"):
-        open_store(url)  # says what is not installed
-        from cgtool.toolkit.image import ImageTag  # oras, an extra
+        open_store(url)  # raises if the extra is not installed
+        from cgtool.toolkit.image import ImageTag  # needs oras, an extra
 
         return export(ImageTag(url), **options)
     store, name = _file_of(url)
-    with tempfile.TemporaryDirectory(prefix="cgtool-export-") as made:
-        report = export(Path(made) / "bundle", **options)
-        store.put(name, Path(made) / "bundle")
+    with tempfile.TemporaryDirectory(prefix="cgtool-export-") as folder:
+        report = export(Path(folder) / "bundle", **options)
+        store.put(name, Path(folder) / "bundle")
     return replace(report, dest=redacted(url))
 
 
 def import_from(url: str, *, max_bytes: int = Limits().max_bytes, **options: Any) -> ImportReport:
-    """Take a bundle in as `import` does, from one file of a store.
+    """Import a bundle from a file in a store.
 
     Raises:
-        RemoteError: The store fails, or has no such file; and as `import_bundle`.
+        RemoteError: The store fails, or the file does not exist.
+        CgtoolError: As for `import_bundle`.
     """
     store, name = _file_of(url)
     with tempfile.NamedTemporaryFile(prefix="cgtool-import-") as file:
-        # Packed it is hardly larger than what it holds and the index.
+        # Compressed, a bundle is hardly larger than its members and its index.
         file.writelines(download(store, name, most=max_bytes + Limits().max_index_bytes))
         file.flush()
         return replace(import_bundle(Path(file.name), max_bytes=max_bytes, **options), source=redacted(url))
 
 
 def _file_of(url: str) -> tuple[Store, str]:
-    """The store that a file lies in, and its name there; the query of a URL that was signed is the store's."""
+    """Return a file's store and its name there; the query of a presigned URL belongs to the store."""
     if url.startswith("oci://"):
-        message = "A registry has no bundles. Take entries with cgtool pull, or copy them out of the image."
+        message = "A registry holds no bundles. Use `cgtool pull`, or copy the entries out of the image."
         raise UsageError(message, path=redacted(url))
     place, mark, query = url.partition("?") if url.startswith(("http://", "https://")) else (url, "", "")
     folder, _, name = place.rpartition("/")

@@ -1,4 +1,4 @@
-"""Which entry, or which rank and prefix of one, the user means by the beginning of a hash. Importable without torch."""
+"""Resolve an abbreviated hash to an entry, or to one of its ranks and prefixes. Importable without torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 from cgtool.errors import CacheError, UsageError
 from cgtool.store.layout import SHORT_DIGITS, CacheLayout, RankName
 
-#: Entries that a message lists.
+#: How many entries an error message lists.
 MOST_LISTED = 20
 
 
 def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix: str | None) -> RankName:
-    """Return the one rank and prefix that fits."""
+    """Return the only rank and prefix that matches.
+
+    Raises:
+        UsageError: None matches, or several do.
+    """
     there = published(layout)
     named = [name for name in there if name.hash.startswith((entry or "").lower())]
     fitting = [name for name in named if rank in (None, name.rank) and prefix in (None, name.prefix)]
@@ -28,26 +32,35 @@ def one_name(layout: CacheLayout, entry: str | None, *, rank: int | None, prefix
 
 
 def one_hash(layout: CacheLayout, entry: str | None) -> str:
-    """Return the hash of the published entry that begins so; None takes the only one."""
+    """Return the full hash of a published entry; None means the only one."""
     return hash_named(layout.root, entry, list(dict.fromkeys(name.hash for name in published(layout))))
 
 
 def hash_named(place: Path | str, text: str | None, hashes: Sequence[str]) -> str:
-    """Return the one of several hashes that begins with `text`; they are those of a cache, or of the store at a URL."""
-    found = [hash_ for hash_ in hashes if hash_.startswith((text or "").lower())]
-    if len(found) == 1 and text != "":
-        return found[0]
-    begin = f"{len(found)} entries begin" if found else "No entry begins"
+    """Return the only one of several hashes that starts with `text`; None means the only hash.
+
+    Args:
+        place: The cache's root or the store's URL, for the error message.
+        text: An abbreviated hash.
+        hashes: The hashes to choose from.
+
+    Raises:
+        UsageError: No hash matches, or several do.
+    """
+    matching = [hash_ for hash_ in hashes if hash_.startswith((text or "").lower())]
+    if len(matching) == 1 and text != "":
+        return matching[0]
+    begin = f"{len(matching)} entries begin" if matching else "No entry begins"
     what = f"{place} holds {len(hashes)} entries" if text is None else f"{begin} with {text[:64]!r} in {place}"
-    listed = [beginning(hash_, hashes) for hash_ in found or hashes]
+    listed = [beginning(hash_, hashes) for hash_ in matching or hashes]
     advice = "Name one of these" if listed else "It holds no entry: warm a model first"
     raise not_one(f"{what}. {advice}", listed, path=place, actual=(text or "")[:64])
 
 
 def not_one(message: str, listed: Sequence[str], *, more: str = "cache", **facts: Any) -> UsageError:
-    """Return the error of a name that fits nothing or several things, some of which are listed below the message.
+    """Return the error for a name that matches nothing or several things, with a list of the candidates.
 
-    What is left out is counted, with the command `inspect ...` that shows it.
+    The list is cut at `MOST_LISTED`, and ends with the count of the rest and the `inspect` command that shows them.
     """
     rest = len(listed) - MOST_LISTED
     lines = [*listed[:MOST_LISTED], *([f"and {rest} more, which `cgtool inspect {more}` shows"] if rest > 0 else [])]
@@ -55,12 +68,12 @@ def not_one(message: str, listed: Sequence[str], *, more: str = "cache", **facts
 
 
 def empty(layout: CacheLayout) -> CacheError:
-    """Return the error of a cache without entries."""
+    """Return the error for a cache without entries."""
     return CacheError(f"The cache at {layout.root} holds no entry. Fill it with: cgtool warm MODEL", path=layout.root)
 
 
 def published(layout: CacheLayout) -> list[RankName]:
-    """Return every rank and prefix that has a manifest."""
+    """Return every rank and prefix that has a manifest; raise a CacheError if there is none."""
     found = [
         name for hash_ in layout.hashes() for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()
     ]
@@ -70,7 +83,7 @@ def published(layout: CacheLayout) -> list[RankName]:
 
 
 def beginning(hash_: str, among: Iterable[str]) -> str:
-    """Return the shortest beginning of a hash that tells it from the others, ten digits or more."""
+    """Return the shortest abbreviation of a hash that is unique, ten digits or more."""
     others = set(among) - {hash_}
     digits = SHORT_DIGITS
     while any(other.startswith(hash_[:digits]) for other in others):

@@ -73,7 +73,7 @@ def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
     options = ("--cache-dir", root, "--world-size", 2, *OPTIONS)
     report = cgtool("warm", f"{MODEL}:build", "--json", *options, forks=True).report
     assert [(rank["rank"], rank["compiled"], rank["reused"]) for rank in report["ranks"]] == [(0, 3, 0), (1, 0, 3)]
-    assert "ranks exchanged nothing" in report["notes"][-1]
+    assert "without communication between ranks" in report["notes"][-1]
     assert forked_ranks({}, MODEL, root) == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
     failed = cgtool("warm", f"{MODEL}:build_where_one_fails", *options, forks=True)
     assert failed.code == 1

@@ -77,7 +77,7 @@ def test_entry_is_invisible_until_its_index_is_complete(store_url, cache, tmp_pa
     whole = b"".join(store.get(place) or ())
     store.put(place, whole[: len(whole) // 2])
     torn = run("pull", store_url, hash_, "--cache-dir", tmp_path / "other", "--trust")
-    assert (torn.code, "is not whole" in torn.err) == (1, True)
+    assert (torn.code, "is incomplete" in torn.err) == (1, True)
     assert CacheLayout(root=tmp_path / "other").hashes() == []
     push(store_url, cache)
     assert pull(store_url, tmp_path / "other", hash_)["entries"][0]["outcome"] == "new"

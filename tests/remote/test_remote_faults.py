@@ -91,18 +91,18 @@ def pull(pushed: Pushed, server: FaultyServer, cache: Path):
     [
         pytest.param(reset, 1, "Connection reset|IncompleteRead", id="reset in a body"),
         pytest.param(answers(403), 1, "returned 403 .*user and password|other credentials.*docker login", id="403"),
-        pytest.param(answers(404), 1, "is missing|is not whole", id="404"),
+        pytest.param(answers(404), 1, "is missing|is incomplete", id="404"),
         pytest.param(answers(429), 1, "returned 429 ", id="429"),
         pytest.param(answers(500), 1, "returned 500 ", id="500"),
-        pytest.param(truncated, 1, "ends after|is not whole", id="truncated"),
-        pytest.param(other_bytes, 3, "digest|is not whole", id="other bytes"),
-        pytest.param(longer, 3, "more bytes|is not whole", id="too long"),
+        pytest.param(truncated, 1, "ends after|is incomplete", id="truncated"),
+        pytest.param(other_bytes, 3, "digest|is incomplete", id="other bytes"),
+        pytest.param(longer, 3, "more bytes|is incomplete", id="too long"),
     ],
 )
 def test_persistent_fault_is_reported_and_nothing_is_installed(pushed, server, tmp_path, *, part, fault, code, said):
     server.fault = of_files(pushed.urls(part), fault)
     ran = pull(pushed, server, tmp_path / "cache")
-    if "is not whole" in ran.err:
+    if "is incomplete" in ran.err:
         code = 1
     assert ran.code == code, ran.err
     assert re.search(said, ran.report["error"]["message"]), ran.err

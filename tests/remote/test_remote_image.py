@@ -249,7 +249,7 @@ def test_push_and_export_do_not_replace_each_others_tags(repository, tmp_path):
         (("pull", f"{repository}:image", "--trust", *here), 1, "is a container image"),
         (("inspect", "cache", f"{repository}:image"), 1, "is a container image"),
         (("import", f"{repository}:image", "--trust", *here), 2, "has no bundles"),
-        (("export", f"{repository}:store", *here), 2, "holds something else"),
+        (("export", f"{repository}:store", *here), 2, "is not an image of a cache"),
     ):
         ran = run(*command)
         assert (ran.code, sentence in ran.err) == (code, True), ran.err

@@ -1,1 +1,1 @@
-"""The commands `export` and `import`. The form of a bundle, and what checks one, is in `cgtool.store.bundle`."""
+"""The commands `export` and `import`. `cgtool.store.bundle` defines and validates the bundle format."""

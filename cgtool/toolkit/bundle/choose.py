@@ -1,4 +1,4 @@
-"""Which entries and ranks go into a bundle. Must not import torch."""
+"""Select the entries and ranks of a bundle. Must not import torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from cgtool.toolkit.selection import hash_named
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the user asked for."""
+    """Which entries, ranks and shapes the user selects."""
 
-    #: Beginnings of hashes; none means all where all are of one model.
+    #: Abbreviated hashes; empty selects all entries, if they are of one model.
     hashes: tuple[str, ...] = ()
     everything: bool = False
-    #: Conditions that an entry must fulfil, as `inspect cache --filter` takes them.
+    #: Filter expressions that an entry must match, as for `inspect cache --filter`.
     filters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    #: Only rows of these shapes, as people write them; none means every one.
+    #: Only rows of these shapes, such as "num_tokens=8"; empty selects all rows.
     shapes: tuple[str, ...] = ()
-    #: Whether the files for people go along.
+    #: Whether to include the files that are for people only.
     debug: bool = True
 
 
 def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
-    """Return the ranks and prefixes that a choice means, in order."""
+    """Return the ranks and prefixes that a choice selects, in order."""
     there = layout.hashes()
     if choice.hashes:
         hashes = sorted({hash_named(layout.root, text, there) for text in choice.hashes})
@@ -38,7 +38,7 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
         for entry in walk(layout):
             if entry.is_finished:
                 entries.append(entry)
-            elif entry.unlisted:  # else it would be left out without a word
+            elif entry.unlisted:  # do not silently omit an entry that cannot be listed
                 raise entry.unlisted[0]
         hashes = [entry.hash for entry in entries]
         if choice.filters:
@@ -47,19 +47,18 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
             _check_one_model(layout, entries)
     names = [name for hash_ in hashes for name in layout.rank_names(hash_) if layout.manifest_file(name).is_file()]
     unfinished = sorted(set(hashes) - {name.hash for name in names})
-    if unfinished and choice.hashes:  # any other was pruned meanwhile, and is not meant any more
-        message = f"Entry {short(unfinished[0])} is not finished: no warm of it came to its end. Warm the model again."
+    if unfinished and choice.hashes:  # without explicit hashes, it was pruned meanwhile and no longer matches
+        message = f"Entry {short(unfinished[0])} is unfinished: no warm of it has completed. Warm the model again."
         raise CacheError(message, path=layout.entry_dir(unfinished[0]))
     if not names:
-        what = "holds no entry that these filters let through" if choice.filters else "holds no entry"
-        raise CacheError(
-            f"The cache at {layout.root} {what}. See what is there with: cgtool inspect cache", path=layout.root
-        )
+        what = "holds no entry that matches these filters" if choice.filters else "holds no entry"
+        message = f"The cache at {layout.root} {what}. List its entries with: cgtool inspect cache"
+        raise CacheError(message, path=layout.root)
     kept = [name for name in names if not choice.ranks or name.rank in choice.ranks]
     missing = sorted(set(choice.ranks) - {name.rank for name in kept})
     if missing:
         known = ", ".join(map(str, sorted({name.rank for name in names})))
-        message = f"There is no rank {missing[0]} in what was chosen. Name one of these: {known}."
+        message = f"The selected entries have no rank {missing[0]}. Name one of these: {known}."
         raise UsageError(message, path=layout.root, actual=missing)
     return tuple(kept)
 
@@ -73,10 +72,10 @@ def _check_one_model(layout: CacheLayout, entries: Iterable[EntryView]) -> None:
 
 
 def _filtered(layout: CacheLayout, hashes: list[str], filters: tuple[str, ...]) -> list[str]:
-    # The listing of everything, and only for who filters.
+    # Imported lazily: only filters need the listing.
     from cgtool.toolkit.filters import parse_filter
     from cgtool.toolkit.listing import scan
 
-    holds = [parse_filter(expression, now=time.time()) for expression in filters]
-    kept = {entry.manifest.hash for entry in scan(layout.root).entries if all(hold(entry) for hold in holds)}
+    matches = [parse_filter(expression, now=time.time()) for expression in filters]
+    kept = {entry.manifest.hash for entry in scan(layout.root).entries if all(match(entry) for match in matches)}
     return [hash_ for hash_ in hashes if hash_ in kept]

@@ -1,7 +1,8 @@
-"""`export`: entries of a cache as one file, or as a folder. Prints nothing; importable without torch.
+"""`export`: write entries of a cache to one file, a folder or an image. Prints nothing; importable without torch.
 
-The same entries give the same archive byte for byte before it is packed, wherever and whenever they lie: only names,
-sizes, modes and bytes enter. Each byte is matched to its digest as it is written, so that nothing broken is shipped.
+The uncompressed archive of the same entries is identical byte for byte, regardless of place and time: it contains only
+names, sizes, modes and contents. Contents are checked against their digests while they are written, so that a corrupt
+entry is never shipped.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 DEFAULT_LEVEL = 3
-#: Each lease is an open file.
-_MOST_HELD = 256
-#: What a prune holds for so many seconds longer and does not remove, it has been stopped with.
+#: Each lease keeps a file open.
+_MAX_LEASES = 256
+#: How often a lease is retried, for about a second each, before the prune that blocks it is taken for stopped.
 _ATTEMPTS = 3
-#: How many chunks are read and hashed before the packer asks for them.
+#: How many chunks are read and hashed ahead of the compressor.
 _AHEAD = 16
-#: What a user can do where a bundle cannot be written.
+#: Advice for a bundle that cannot be written.
 _ELSEWHERE = "name another place"
 
 
 class Exported(Record, frozen=True, kw_only=True):
-    """One rank and prefix of an entry in a bundle, and how many rows its manifest has there."""
+    """One rank and prefix of an entry in a bundle, and the number of rows in its exported manifest."""
 
     hash: str
     rank: int
@@ -57,15 +58,15 @@ class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     schema: int = SCHEMA
     root: str
-    #: Where to; "-" for a stream.
+    #: The destination; "-" for a stream.
     dest: str
     form: Literal["archive", "folder", "image"]
-    #: The size of all members together.
+    #: The total size of all members.
     size_bytes: int
     written_bytes: int
-    #: How many files the bundle holds.
+    #: The number of files in the bundle.
     members: int
-    #: The digest of its index, which signatures sign.
+    #: The digest of the index, which is what signatures sign.
     sha256_of_index: str
     #: The ids of the keys that signed it.
     signed_by: tuple[str, ...]
@@ -74,12 +75,12 @@ class ExportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @runtime_checkable
 class Image(Protocol):
-    """What a container image is written to; see `cgtool.toolkit.image`."""
+    """A destination for a container image; see `cgtool.toolkit.image`."""
 
     url: str
 
     def write(self, contents: Contents, heads: Mapping[str, bytes]) -> int:
-        """Write a cache of some contents and further files; return how many bytes that took."""
+        """Write a cache with these contents and additional files; return the number of bytes written."""
 
 
 @os_errors_as_cache_errors()
@@ -92,19 +93,19 @@ def export(
     level: int = DEFAULT_LEVEL,
     sign: Sequence[Path] = (),
 ) -> ExportReport:
-    """Write chosen entries as a bundle; what is at the destination is replaced whole or not at all.
+    """Write the chosen entries as a bundle; the destination is replaced atomically.
 
     Args:
-        dest: Where to: a path, an open stream, or an image.
-        choice: Which entries, ranks and shapes; None means all of the one model.
+        dest: The destination: a path, an open stream, or an image.
+        choice: Which entries, ranks and shapes; None means all, if they are of one model.
         cache_dir: The cache's root; None means the one that `warm` fills.
         folder: Write a folder instead of an archive.
-        level: How hard zstd tries, 1 to 19.
-        sign: Files of private keys.
+        level: The zstd compression level, 1 to 19.
+        sign: Files with private keys.
 
     Raises:
-        UsageError: The choice fits nothing, a key is none, or a folder is in the way.
-        CacheCorruptError: Something of an entry is missing or not as its digest says.
+        UsageError: The choice matches nothing, a key is invalid, or a folder exists at the destination.
+        CacheCorruptError: A file of an entry is missing or does not match its digest.
         CacheError: The cache cannot be read, or the destination cannot be written.
     """
     choice = choice or Choice()
@@ -112,7 +113,7 @@ def export(
     layout = CacheLayout.at(cache_dir)
     if isinstance(dest, Path) and folder:
         check_free(dest)
-    contents = gather(layout, held_names(layout, choice), shapes=choice.shapes, debug=choice.debug)
+    contents = gather(layout, choose_and_lease(layout, choice), shapes=choice.shapes, debug=choice.debug)
     form: Literal["archive", "folder", "image"] = "folder" if folder else "archive"
     if isinstance(dest, Path):
         name = str(dest)
@@ -121,7 +122,7 @@ def export(
         else:
             written = _write_file(dest, contents, keys=keys, level=level)
     elif isinstance(dest, Image):
-        name, form, written = dest.url, "image", dest.write(contents, _signatures(contents, keys))
+        name, form, written = dest.url, "image", dest.write(contents, _signature_files(contents, keys))
     else:
         name, written = "-", write_archive(dest, contents, keys=keys, level=level)
         dest.flush()
@@ -136,24 +137,31 @@ def export(
         sha256_of_index=sha256_hex(contents.index_bytes),
         signed_by=tuple(sorted(signatures.key_id(key.public_key()) for key in keys)),
         entries=tuple(
-            Exported(hash=found.hash, rank=found.rank, prefix=found.prefix, model=found.model, rows=len(found.rows))
-            for found in contents.manifests
+            Exported(
+                hash=manifest.hash,
+                rank=manifest.rank,
+                prefix=manifest.prefix,
+                model=manifest.model,
+                rows=len(manifest.rows),
+            )
+            for manifest in contents.manifests
         ),
     )
 
 
-def held_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
-    """Choose, and hold what was chosen until this process ends: prune leaves alone what is being read."""
+def choose_and_lease(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
+    """Resolve a choice, and lease the ranks until this process ends, so that prune keeps them while they are read."""
     before: tuple[RankName, ...] = ()
-    times = 0
-    while times < _ATTEMPTS:
+    attempts = 0
+    while attempts < _ATTEMPTS:
         names = chosen_names(layout, choice)
-        if all(keep(layout, name) for name in names[:_MOST_HELD]):
+        if all(keep(layout, name) for name in names[:_MAX_LEASES]):
             return names
-        # A prune was quicker with one of them: chosen by its hash it is missed now, and else it is not meant any more.
-        times = times + 1 if names == before else 0
+        # A prune holds or has removed one of them. Choose again: a removed entry is an error if named by its hash, and
+        # otherwise no longer part of the choice.
+        attempts = attempts + 1 if names == before else 0
         before = names
-    message = f"Another process is removing what was chosen from {layout.root}. Wait for its end, and try again."
+    message = f"Another process is removing chosen entries from {layout.root}. Wait until it ends, and try again."
     raise CacheError(message, path=layout.root)
 
 
@@ -161,7 +169,7 @@ def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) 
     if dest.is_dir():
         message = f"{dest} is a folder. Name a file such as {dest / 'model.tar.zst'}, or write a folder with --folder."
         raise UsageError(message, path=dest)
-    with _appearing(dest) as temporary, temporary.open("xb") as stream:
+    with _atomic_destination(dest) as temporary, temporary.open("xb") as stream:
         written = write_archive(stream, contents, keys=keys, level=level)
         stream.flush()
         os.fsync(stream.fileno())
@@ -169,8 +177,8 @@ def _write_file(dest: Path, contents: Contents, *, keys: list[Any], level: int) 
 
 
 @contextlib.contextmanager
-def _appearing(dest: Path) -> Iterator[Path]:
-    """Yield a path beside `dest` that is renamed to it once the block has ended well, and else removed."""
+def _atomic_destination(dest: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `dest`, renamed to `dest` when the block succeeds and removed otherwise."""
     temporary = dest.with_name(f".{dest.name}.{os.getpid()}.{secrets.token_hex(6)}.tmp")
     try:
         yield temporary
@@ -186,19 +194,19 @@ def write_archive(
     stream: IO[bytes], contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = (), level: int = 3
 ) -> int:
     """Write a bundle as an archive."""
-    import zstandard  # milliseconds, and only for who writes a bundle
+    import zstandard  # imported lazily: only archives need it
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
     packer: Any = zstandard.ZstdCompressor(level=level, threads=threads, write_checksum=True, write_content_size=False)
     out = packer.stream_writer(stream, closefd=False)
     for chunk in _ahead(_archive(contents, keys)):
         out.write(chunk)
-    out.close()  # ends the frame: one that failed stays torn, and nobody takes it for whole
+    out.close()  # ends the frame; after a failure it stays incomplete, so that no reader accepts it
     return int(out.tell())
 
 
 def _ahead(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield what `chunks` yields, which runs a few chunks ahead in a thread: reading, hashing and packing overlap."""
+    """Yield from `chunks`, a few chunks ahead in a thread, so that reading, hashing and compression overlap."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="cgtool-ahead")
     try:
         waiting = deque(pool.submit(next, chunks, None) for _ in range(_AHEAD))
@@ -210,10 +218,10 @@ def _ahead(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _archive(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> Iterator[bytes]:
-    """Yield the archive as it is before it is packed."""
+    """Yield the uncompressed archive."""
     for name, data in _heads(contents.index_bytes, keys).items():
         yield header_bytes(name, len(data), RECORD_MODE) + data + padding(len(data))
-    between = b""  # what fills up a body goes along with the next header: each chunk passes from thread to thread
+    between = b""  # the padding of a body is joined to the next header, to pass fewer chunks between threads
     for content in contents.contents:
         member = content.member
         yield between + header_bytes(member.path, member.size_bytes, member.mode)
@@ -226,8 +234,8 @@ def _heads(index: bytes, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
     return {INDEX_FILE: index, **({SIGNATURE_FILE: signatures.sign(index, keys)} if keys else {})}
 
 
-def _signatures(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
-    """Where a cache keeps what was signed of its entries."""
+def _signature_files(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> dict[str, bytes]:
+    """Return the signed index and its signatures, by their paths in a cache."""
     if not keys:
         return {}
     index, signed = contents.index_bytes, signatures.sign(contents.index_bytes, keys)
@@ -236,31 +244,30 @@ def _signatures(contents: Contents, keys: Sequence[Ed25519PrivateKey]) -> dict[s
 
 
 def write_folder(folder: Path, contents: Contents, *, keys: Sequence[Ed25519PrivateKey] = ()) -> int:
-    """Write a bundle as a folder, which serves as the root of a cache as it stands.
+    """Write a bundle as a folder that can be used as a cache root.
 
-    All times are the epoch, so that equal entries give equal layers of a container image.
+    All times are the epoch, so that equal entries give equal container image layers.
     """
     check_free(folder)
-    heads = _heads(contents.index_bytes, keys) | _signatures(contents, keys)
-    with _appearing(folder) as temporary:
+    heads = _heads(contents.index_bytes, keys) | _signature_files(contents, keys)
+    with _atomic_destination(folder) as temporary:
         temporary.mkdir(parents=True)
         for name in sorted(names_of_folders([*heads, *(content.member.path for content in contents.contents)])):
             (temporary / name).mkdir()
         num_bytes = sum(write_new(temporary / name, [data]) for name, data in heads.items())
         for content in contents.contents:
             num_bytes += write_new(temporary / content.member.path, content.chunks(), content.member.mode)
-        _settle(temporary)
+        _reset_times_and_sync(temporary)
     return num_bytes
 
 
 def check_free(folder: Path) -> None:
-    """Check that nothing would be overwritten."""
+    """Raise a UsageError if a folder exists and is not empty."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise UsageError(f"{folder} is there already. Name a folder that is not, or is empty.", path=folder)
+        raise UsageError(f"{folder} already exists. Name a new or an empty folder.", path=folder)
 
 
-def _settle(folder: Path) -> None:
-    """Give everything one time, and flush the names to the disk."""
+def _reset_times_and_sync(folder: Path) -> None:
     for above, folders, files in os.walk(folder, topdown=False):
         for name in (*files, *folders):
             os.utime(Path(above) / name, (0, 0))

@@ -1,4 +1,4 @@
-"""`import`: take a bundle into a cache, once all of it was checked. Prints nothing; importable without torch."""
+"""`import`: add a bundle to a cache after checking all of it. Prints nothing; importable without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 class ImportedRank(Record, frozen=True, kw_only=True):
-    """One rank and prefix of an entry of the bundle."""
+    """One rank and prefix of an imported entry."""
 
     rank: int
     prefix: str
@@ -26,17 +26,17 @@ class ImportedRank(Record, frozen=True, kw_only=True):
 
 
 class ImportedEntry(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One entry of the bundle, and what became of it."""
+    """One entry of the bundle, and the result of importing it."""
 
     hash: str
-    #: "new", "merged" with what was there, or the "same" as it.
+    #: "new", "merged" with the existing entry, or the "same" as it.
     outcome: Outcome
-    #: How many rows the cache did not have.
+    #: How many rows were new to the cache.
     rows_added: int
-    #: How many artifacts it has in the bundle.
+    #: How many of its artifacts the bundle holds.
     artifacts: int
     size_bytes: int
-    #: What was said of this machine; None where nobody asked.
+    #: The verdict on this machine; None if not checked.
     verdict: str | None
     ranks: tuple[ImportedRank, ...]
 
@@ -45,12 +45,12 @@ class ImportReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What was imported; its fields are those that `import --json` prints."""
 
     schema: int = SCHEMA
-    #: The bundle; "-" for a stream.
+    #: The path or URL of the bundle; "-" for a stream.
     source: str
     root: str
-    #: The id of the trusted key that signed it; None where no keys were asked for.
+    #: The id of the trusted key that signed it; None if no signature was required.
     signed_by: str | None
-    #: The size of all members together.
+    #: The total size of all members.
     size_bytes: int
     entries: tuple[ImportedEntry, ...]
     warnings: tuple[str, ...]
@@ -68,32 +68,32 @@ def import_bundle(
     max_ratio: float = Limits().max_ratio,
     on_member: OnMember | None = None,
 ) -> ImportReport:
-    """Check a bundle and take it into a cache; where anything is wrong with it, nothing is changed.
+    """Check a bundle and add it to a cache; if the check fails, the cache is unchanged.
 
     Args:
         source: A file, a folder, or an open stream.
         cache_dir: The cache's root; None means the one that `warm` fills.
-        trust: Whether the user vouches for native code that nobody signed.
-        require_signature: Files and folders of public keys, one of which must have signed it.
-        any_machine: Whether to take what this machine cannot load.
-        replace: Whether the bundle's plan wins where the cache holds another of the same hash.
-        max_bytes: The most that all members may come to.
-        max_ratio: The most that a packed byte may grow to.
-        on_member: Is told how many members are on the disk, of how many; nothing of them is in place yet.
+        trust: Whether the user trusts unsigned native code.
+        require_signature: Files and folders with public keys, one of which must have signed the bundle.
+        any_machine: Whether to import entries that this machine cannot load.
+        replace: Whether the bundle's plan replaces a different plan of the same hash in the cache.
+        max_bytes: The maximum total size of all members.
+        max_ratio: The maximum decompression ratio.
+        on_member: Called with the number of unpacked members and their total, before anything is installed.
 
     Raises:
-        RefusedError: It is not trusted, not whole, or not fit for this machine; `reason` says which.
-        UsageError: There are no public keys where some were named.
-        CacheError: It cannot be read, or the cache cannot be written.
+        RefusedError: The bundle is untrusted, incomplete or unsupported on this machine; see `reason`.
+        UsageError: No public keys were found in the named files and folders.
+        CacheError: The bundle cannot be read, or the cache cannot be written.
     """
     keys = signatures.load_public_keys(require_signature) if require_signature else None
     if keys is None and not trust:
         what = source.what if isinstance(source, OpenBundle) else "A bundle"
         message = (
-            f"{what} holds native code that runs in your process. Say --trust where you trust it, or better check who "
+            f"{what} holds native code that runs in your process. Pass --trust if you trust it, or better, check who "
             "made it with --require-signature KEYS."
         )
-        raise RefusedError(message, reason="not_trusted", path=_spelled(source))
+        raise RefusedError(message, reason="not_trusted", path=_source_name(source))
     layout = CacheLayout.at(cache_dir)
     limits = Limits(max_bytes=max_bytes, max_ratio=max_ratio)
     with unpacking_folder(layout) as folder:
@@ -103,7 +103,7 @@ def import_bundle(
         check_fits(layout, unpacked, replacing=replace)
         installed = install(layout, unpacked, replacing=replace)
     return ImportReport(
-        source=_spelled(source),
+        source=_source_name(source),
         root=str(layout.root),
         signed_by=unpacked.signed_by,
         size_bytes=unpacked.index.size_bytes,
@@ -123,7 +123,7 @@ def import_bundle(
     )
 
 
-def _spelled(source: Source) -> str:
+def _source_name(source: Source) -> str:
     return str(source) if isinstance(source, Path) else getattr(source, "url", "-")
 
 
@@ -136,9 +136,9 @@ def _verdict(content: EntryContent, warnings: list[str]) -> str:
     if found.level == "unsupported":
         message = (
             f"The entry {short(content.hash)} cannot be loaded on this machine: {reasons}. Nothing was changed. "
-            "Warm the model for this machine, or take the entry all the same with --any-machine."
+            "Warm the model for this machine, or import the entry anyway with --any-machine."
         )
         raise RefusedError(message, reason="unsupported", path=content.hash, actual=list(found.reasons))
     if found.level == "loads":
-        warnings.append(f"The entry {short(content.hash)} loads, but compiling it again is advised: {reasons}.")
+        warnings.append(f"The entry {short(content.hash)} loads, but recompiling it is advised: {reasons}.")
     return str(found.level)
