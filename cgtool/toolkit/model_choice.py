@@ -75,7 +75,7 @@ def require_cache(config: CompilationConfig) -> None:
     """Raise a UsageError if the configuration switches the cache off."""
     if config.disable_cache:
         message = (
-            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache), so nothing can be stored or "
+            "The cache is switched off (--no-cache, CGTOOL_DISABLE_CACHE or disable_cache), so nothing is stored or "
             "found. Switch it on and try again; only cgtool.compile works without a cache."
         )
         raise UsageError(message)
