@@ -1,4 +1,4 @@
-"""Random changes of a genuine bundle and of its parts: refused, or taken for what it is; never anything else."""
+"""Random changes to a genuine bundle and its parts are refused or read; nothing else happens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def genuine(tmp_path_factory) -> Forge:
 
 
 def mutated_bytes(data: bytes, pick: random.Random) -> bytes:
-    """Change some bytes, cut, double or move a piece."""
+    """Change some bytes; remove, duplicate or move a range."""
     out = bytearray(data)
     for _ in range(pick.choice((1, 1, 2, 8))):
         at, size = pick.randrange(len(out) + 1), pick.choice((1, 4, 64, 512))
@@ -55,7 +55,7 @@ def mutated_bytes(data: bytes, pick: random.Random) -> bytes:
 
 
 def mutated_bundle(forge: Forge, pick: random.Random) -> bytes:
-    """Change a bundle at one of its layers; what lies above is made anew, so that the change is looked at."""
+    """Change one layer of a bundle, and rebuild the layers around it, so that the change is reached."""
     names = sorted(forge.files)
     name = pick.choice(names)
     match pick.randrange(8):
@@ -101,7 +101,7 @@ def _text(value: object) -> bytes:
 
 
 def try_one(forge: Forge, seed: int, folder: Path) -> str:
-    """Unpack a changed bundle; return the reason of its refusal, or "" where it is one."""
+    """Unpack a changed bundle; return the reason of the refusal, or "" if it was accepted."""
     bundle = mutated_bundle(forge, random.Random(seed))
     target = folder / "in"
     target.mkdir()
@@ -116,14 +116,15 @@ def try_one(forge: Forge, seed: int, folder: Path) -> str:
     return ""
 
 
-def test_no_change_of_a_bundle_does_anything_but_be_refused_or_be_whole(genuine, tmp_path):
-    reasons = {try_one(genuine, seed, tmp_path) for seed in range(400)}
-    wanted = "bad_index truncated bad_compression bad_header corrupt_manifest corrupt_plan"
-    assert {"", *wanted.split()} <= reasons
+@pytest.mark.parametrize("count", [250, pytest.param(2500, marks=pytest.mark.slow)])
+def test_a_changed_bundle_is_refused_or_whole(genuine, tmp_path, count):
+    reasons = {try_one(genuine, seed, tmp_path) for seed in range(count)}
+    expected = "bad_index truncated bad_compression bad_header corrupt_manifest corrupt_plan"
+    assert {"", *expected.split()} <= reasons
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_change_of_a_record_does_anything_but_be_refused_or_be_read(genuine, seed):
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_a_changed_record_is_refused_or_read(genuine, seed):
     pick = random.Random(seed)
     manifest, plan = genuine.files[genuine.name("/manifest.json")], genuine.files[genuine.name("/plan.json")]
     name = RankName(hash=genuine.name("/key.json").split("/")[1], rank=0, prefix="backbone")

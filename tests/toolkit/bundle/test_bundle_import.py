@@ -1,4 +1,4 @@
-"""What import makes of a bundle that is true: new entries, merged ones, signatures, and the two forms."""
+"""Importing genuine bundles: new and merged entries, signatures, and both forms of a bundle."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refused(*arguments, **options) -> str:
     return refusal.value.reason
 
 
-def test_a_new_entry_is_there_as_it_was_and_is_found(tmp_path):
+def test_a_new_entry_is_identical_and_is_found(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     lay_entry(tmp_path / "a", rank=1)
     report = imported(exported(tmp_path / "a"), tmp_path / "b")
@@ -69,7 +69,7 @@ def test_a_new_entry_is_there_as_it_was_and_is_found(tmp_path):
     assert [path.name for path in layout.base.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_same_again_changes_nothing(tmp_path):
+def test_importing_the_same_bundle_again_changes_nothing(tmp_path):
     lay_entry(tmp_path / "a")
     bundle = exported(tmp_path / "a")
     imported(bundle, tmp_path / "b")
@@ -79,14 +79,14 @@ def test_the_same_again_changes_nothing(tmp_path):
     assert stateless[0] == stateless[1]
 
 
-def test_rows_are_merged_and_those_that_are_there_stay(tmp_path):
+def test_new_rows_are_merged_with_existing_ones(tmp_path):
     hash_ = lay_entry(tmp_path / "a", shapes=("general", "n=8"))
     lay_entry(tmp_path / "b", shapes=("general", "n=16"))
     assert outcomes(imported(exported(tmp_path / "a"), tmp_path / "b")) == [("merged", 2)]
     assert rows_of(tmp_path / "b", hash_) == [(s, p) for s in ("general", "n=8", "n=16") for p in (0, 2)]
 
 
-def test_a_rank_and_a_prefix_are_added_beside_those_that_are_there(tmp_path):
+def test_a_rank_is_added_beside_the_existing_one(tmp_path):
     hash_ = lay_entry(tmp_path / "a", rank=1)
     lay_entry(tmp_path / "b", rank=0)
     before = tree(tmp_path / "b/torch_compile_cache" / hash_ / "rank_0")
@@ -95,7 +95,7 @@ def test_a_rank_and_a_prefix_are_added_beside_those_that_are_there(tmp_path):
     assert tree(tmp_path / "b/torch_compile_cache" / hash_ / "rank_0") == before
 
 
-def test_a_row_that_is_there_wins_over_the_bundles(tmp_path):
+def test_an_existing_row_wins_over_the_bundles_row(tmp_path):
     hash_ = lay_entry(tmp_path / "a", native_bytes=3000)
     lay_entry(tmp_path / "b", native_bytes=2000)
     before = (tmp_path / "b/torch_compile_cache" / hash_ / "rank_0/backbone/manifest.json").read_bytes()
@@ -103,7 +103,7 @@ def test_a_row_that_is_there_wins_over_the_bundles(tmp_path):
     assert (tmp_path / "b/torch_compile_cache" / hash_ / "rank_0/backbone/manifest.json").read_bytes() == before
 
 
-def test_a_row_whose_artifact_is_gone_is_mended(tmp_path):
+def test_a_missing_artifact_is_restored(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     bundle = exported(tmp_path / "a")
     next((tmp_path / "a/torch_compile_cache" / hash_ / "artifacts").iterdir()).unlink()
@@ -112,7 +112,7 @@ def test_a_row_whose_artifact_is_gone_is_mended(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "plan.json"])
-def test_what_is_torn_here_is_replaced(tmp_path, file):
+def test_a_torn_file_in_the_cache_is_replaced(tmp_path, file):
     hash_ = lay_entry(tmp_path / "a")
     bundle = exported(tmp_path / "a")
     path = tmp_path / "a/torch_compile_cache" / hash_ / "rank_0/backbone" / file
@@ -122,7 +122,7 @@ def test_what_is_torn_here_is_replaced(tmp_path, file):
     assert path.read_bytes() == whole
 
 
-def test_another_plan_of_the_same_hash_is_refused_unless_it_shall_win(tmp_path):
+def test_another_plan_of_the_same_hash_is_refused_unless_replacing(tmp_path):
     hash_ = lay_entry(tmp_path / "a", say="_a", shapes=("general", "n=32"))
     lay_entry(tmp_path / "b", say="_b")
     bundle = exported(tmp_path / "a")
@@ -134,7 +134,7 @@ def test_another_plan_of_the_same_hash_is_refused_unless_it_shall_win(tmp_path):
     assert (tmp_path / "b" / plan).read_bytes() == (tmp_path / "a" / plan).read_bytes()
 
 
-def test_an_entry_of_a_newer_cgtool_here_is_left_alone(tmp_path):
+def test_an_entry_of_a_newer_cgtool_in_the_cache_is_left_alone(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     bundle = exported(tmp_path / "a")
     path = tmp_path / "a/torch_compile_cache" / hash_ / "rank_0/backbone/manifest.json"
@@ -144,7 +144,7 @@ def test_an_entry_of_a_newer_cgtool_here_is_left_alone(tmp_path):
     assert tree(tmp_path / "a") == before
 
 
-def test_a_bundle_without_files_for_people_merges_with_an_entry_that_has_them(tmp_path):
+def test_a_bundle_without_debug_files_merges_with_an_entry_that_has_them(tmp_path):
     hash_ = lay_entry(tmp_path / "a", shapes=("general", "n=8"))
     lay_entry(tmp_path / "b", shapes=("general", "n=16"))
     imported(exported(tmp_path / "a", debug=False), tmp_path / "b")
@@ -158,7 +158,7 @@ def test_a_bundle_without_files_for_people_merges_with_an_entry_that_has_them(tm
     assert sorted(entry.manifest.files) == ["computation_graph.py", "plan.json", "transformed_code.py"]
 
 
-def test_a_folder_is_imported_as_a_file_is_and_served_as_a_cache_meanwhile(tmp_path):
+def test_a_folder_that_has_served_as_a_cache_is_imported(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     make_keys(tmp_path / "keys", "k")
     layer = tmp_path / "layer"
@@ -210,12 +210,12 @@ def test_a_hostile_folder_is_refused_for_its_reason(tmp_path, reason, spoil):
     assert tree(tmp_path / "b") == before
 
 
-def test_what_the_index_of_a_folder_does_not_name_is_left_alone(tmp_path):
+def test_files_of_a_folder_that_its_index_does_not_name_are_ignored(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     layer = tmp_path / "layer"
     export(dest=layer, cache_dir=tmp_path / "a", folder=True)
     members = Forge.of(layer, hash_).files.keys()
-    lay_entry(layer, seed=9)  # warmed into the folder since
+    lay_entry(layer, seed=9)  # warmed into the folder after the export
     (layer / "link").symlink_to("/")
     os.mkfifo(layer / "torch_compile_cache" / hash_ / "artifacts" / f"{'0' * 64}.pt2")
     (layer / "torch_compile_cache" / hash_ / "rank_1/backbone").mkdir(parents=True)
@@ -235,7 +235,7 @@ def signed_forge(root: Path, hash_: str, *keys: Path) -> Forge:
     return Forge(files=forge.files, signature=sign(index_of(forge.files), [load_private_key(key) for key in keys]))
 
 
-def test_a_signature_is_accepted_or_refused_for_its_own_reason(tmp_path, keys):
+def test_a_signature_is_accepted_or_refused_with_its_reason(tmp_path, keys):
     hash_ = lay_entry(tmp_path / "a")
     options = {"trust": False, "require_signature": (keys / "ours.pub",)}
     good = signed_forge(tmp_path / "a", hash_, keys / "ours.pem")
@@ -269,7 +269,7 @@ def test_the_signature_is_checked_before_the_index_is_parsed(tmp_path, keys):
     assert refused(bundle, tmp_path / "b", require_signature=(keys / "ours.pub",)) == "wrong_signature"
 
 
-def test_a_key_that_is_no_longer_in_the_folder_is_no_longer_trusted(tmp_path, keys):
+def test_a_key_removed_from_the_folder_is_no_longer_trusted(tmp_path, keys):
     hash_ = lay_entry(tmp_path / "a")
     bundle = signed_forge(tmp_path / "a", hash_, keys / "ours.pem").bytes()
     folder = tmp_path / "trusted"
@@ -284,7 +284,7 @@ def test_a_key_that_is_no_longer_in_the_folder_is_no_longer_trusted(tmp_path, ke
         imported(bundle, tmp_path / "c", trust=False, require_signature=(folder,))
 
 
-def test_an_entry_remembers_its_signature_only_while_it_is_what_was_signed(tmp_path, keys):
+def test_an_entry_keeps_its_signature_only_if_it_is_unchanged(tmp_path, keys):
     hash_ = lay_entry(tmp_path / "a")
     bundle = signed_forge(tmp_path / "a", hash_, keys / "ours.pem").bytes()
     folder = Path("torch_compile_cache") / hash_ / "signatures"
@@ -298,7 +298,7 @@ def test_an_entry_remembers_its_signature_only_while_it_is_what_was_signed(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["aot", "mega"])
-def test_what_holds_pickle_needs_trust_as_well_as_a_signature(tmp_path, keys, kind):
+def test_a_bundle_with_pickle_needs_trust_as_well_as_a_signature(tmp_path, keys, kind):
     hash_ = lay_entry(tmp_path / "a", kind=kind)
     bundle = signed_forge(tmp_path / "a", hash_, keys / "ours.pem").bytes()
     signature = {"require_signature": (keys / "ours.pub",)}
@@ -308,7 +308,7 @@ def test_what_holds_pickle_needs_trust_as_well_as_a_signature(tmp_path, keys, ki
     assert "and 3 more will be unpickled by torch when loaded" in report.warnings[0]
 
 
-def test_an_entry_that_this_machine_cannot_load_is_refused_unless_any_will_do(tmp_path):
+def test_an_entry_that_this_machine_cannot_load_is_refused_by_default(tmp_path):
     lay_entry(tmp_path / "a", factors={"python": "2.7.18"})
     bundle = exported(tmp_path / "a")
     with pytest.raises(RefusedError, match=r"cannot be loaded on this machine: .*--any-machine") as refusal:
@@ -320,7 +320,7 @@ def test_an_entry_that_this_machine_cannot_load_is_refused_unless_any_will_do(tm
     assert [entry.verdict for entry in report.entries] == [None]
 
 
-def test_unpacked_yields_a_cache_and_takes_it_away(tmp_path):
+def test_unpacked_yields_a_temporary_cache(tmp_path):
     hash_ = lay_entry(tmp_path / "a")
     with unpacked(io.BytesIO(exported(tmp_path / "a"))) as root:
         assert len(rows_of(root, hash_)) == 4
@@ -328,13 +328,13 @@ def test_unpacked_yields_a_cache_and_takes_it_away(tmp_path):
     assert not root.exists()
 
 
-def test_a_source_that_cannot_be_read_is_a_sentence(tmp_path):
+def test_a_source_that_cannot_be_read_is_a_clear_error(tmp_path):
     with pytest.raises(CacheError, match="could not be read: no such file"):
         imported(tmp_path / "absent", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
-def test_a_stream_is_read_forwards_in_small_pieces(tmp_path):
+def test_a_stream_is_read_sequentially_in_small_pieces(tmp_path):
     class Pipe(io.RawIOBase):
         def __init__(self, data):
             self.rest = data
@@ -350,7 +350,7 @@ def test_a_stream_is_read_forwards_in_small_pieces(tmp_path):
     assert outcomes(imported(Pipe(exported(tmp_path / "a")), tmp_path / "b")) == [("new", 4)]
 
 
-def test_another_process_may_publish_the_entry_while_it_is_imported(tmp_path):
+def test_the_entry_may_be_published_while_it_is_imported(tmp_path):
     hash_ = lay_entry(tmp_path / "a", shapes=("general", "n=8"))
     bundle = exported(tmp_path / "a")
     lay_entry(tmp_path / "b", shapes=("n=16",))
@@ -368,7 +368,7 @@ def test_another_process_may_publish_the_entry_while_it_is_imported(tmp_path):
     assert len(rows_of(tmp_path / "b", hash_)) == 6
 
 
-def test_inspect_and_verify_know_what_import_leaves(tmp_path, keys):
+def test_inspect_and_verify_accept_an_imported_entry(tmp_path, keys):
     hash_ = lay_entry(tmp_path / "a")
     imported(signed_forge(tmp_path / "a", hash_, keys / "ours.pem").bytes(), tmp_path / "b", any_machine=True)
     listing = scan(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""The reasons of refusals are stable words, all of which are written down in one place."""
+"""The reasons of refusals are stable and documented in one place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SOURCES = (
 )
 
 
-#: How a reason is spelled where it is given.
-GIVEN = (
+#: How the code passes a reason.
+SPELLINGS = (
     r'refused\(\s*"([a-z_]+)"',
     r'reason="([a-z_]+)"',
     r'reason = "([a-z_]+)" if',
@@ -30,9 +30,9 @@ GIVEN = (
 )
 
 
-def test_every_reason_is_written_down_and_nothing_else():
+def test_the_documented_reasons_are_those_in_the_code():
     sources = [path.read_text() for path in SOURCES]
-    given = {word for text in sources for spelling in GIVEN for word in re.findall(spelling, text)}
+    used = {reason for text in sources for spelling in SPELLINGS for reason in re.findall(spelling, text)}
     table, _, load = refusals.__doc__.split("prints::")[1].partition("Load adds (`cgtool.store.trust`):")
     rows = [re.split(r" {2,}", line.strip())[0] for line in table.splitlines()]
-    assert given == {word for row in [*rows, load.strip(" .\n")] for word in row.split()}
+    assert used == {word for row in [*rows, load.strip(" .\n")] for word in row.split()}

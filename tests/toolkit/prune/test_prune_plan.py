@@ -473,12 +473,13 @@ def large(tmp_path_factory):
         pytest.param({"keep_last": 1}, 195, id="last"),
     ],
 )
-def test_a_plan_for_ten_thousand_artifacts_costs_less_than_a_second(large, rules, entries):
-    spent = []
-    for _ in range(3):  # the best of them: other work on the machine says nothing of this
+def test_planning_for_ten_thousand_artifacts_takes_less_than_a_second(large, rules, entries):
+    for _ in range(3):  # again if other work on the machine slowed it down
         start = time.process_time()
         plan = make_plan(large, Rules(**rules))
-        spent.append(time.process_time() - start)
+        secs = time.process_time() - start
+        if secs < 1.0:
+            break
     assert len(plan.entries) == entries
     assert plan.files == ()
-    assert min(spent) < 1.0
+    assert secs < 1.0
