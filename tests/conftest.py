@@ -26,6 +26,14 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # sessions, since the first C++ compile (headers, probes of the instruction set) costs more than everything after it.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"cgtool-tests-{os.getuid()}"))
 
+# Tests write many small files, which a disk makes slower than the code under test. A memory file system must allow code
+# to run, since packages are loaded from there, and have room for what failed tests leave behind.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK | os.X_OK):
+    _space = os.statvfs(MEMORY)
+    if not _space.f_flag & os.ST_NOEXEC and _space.f_bavail * _space.f_frsize >= 8 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Workers and their children share two cores, so idle threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
