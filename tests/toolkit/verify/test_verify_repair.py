@@ -1,4 +1,4 @@
-"""Mending without a compiler: from units, other entries and other ranks; what cannot be mended is set aside."""
+"""Repairs without a compiler: from units, other entries and other ranks; what cannot be restored is set aside."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cgtool.toolkit.verify.repair import Repair, repair_entry, repair_units
 RANK = RankName(hash=HASH, rank=0, prefix="backbone")
 
 
-def mend(layout: CacheLayout) -> list[str]:
-    return [repair.action for repair in mended(layout)]
+def actions(layout: CacheLayout) -> list[str]:
+    return [repair.action for repair in repairs(layout)]
 
 
-def mended(layout: CacheLayout) -> list[Repair]:
+def repairs(layout: CacheLayout) -> list[Repair]:
     return list(repair_entry(layout, check_entry(layout, HASH)))
 
 
@@ -47,7 +47,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("what", ["corrupt", "missing", "folder", "fifo"])
-def test_an_artifact_comes_back_from_its_unit(cache_root: Path, what: str) -> None:
+def test_an_artifact_is_restored_from_its_unit(cache_root: Path, what: str) -> None:
     layout = lay(cache_root)
     path = artifact(layout)
     path.unlink()
@@ -57,57 +57,57 @@ def test_an_artifact_comes_back_from_its_unit(cache_root: Path, what: str) -> No
         path.mkdir()
     elif what == "fifo":
         os.mkfifo(path)
-    assert mend(layout) == ["linked"]
+    assert actions(layout) == ["linked"]
     assert check_entry(layout, HASH).problems == []
     assert path.read_bytes() == NATIVE
 
 
-def test_an_artifact_comes_back_from_another_entry(cache_root: Path) -> None:
+def test_an_artifact_is_restored_from_another_entry(cache_root: Path) -> None:
     layout = lay(cache_root)
     publish(cache_root, "8", level=1)
     path = artifact(layout, b"8")
     replace_file(path, b"9")
-    assert mend(layout) == ["linked"]
+    assert actions(layout) == ["linked"]
     assert check_entry(layout, HASH).problems == []
 
 
-@pytest.mark.parametrize("what", ["no mark", "no folder", "file for a folder"])
-def test_a_lost_mark_of_the_lookup_is_made_again_and_load_finds_the_entry(cache_root: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["no marker", "no folder", "file for a folder"])
+def test_a_missing_lookup_marker_is_recreated(cache_root: Path, what: str) -> None:
     layout = lay(cache_root)
     folder = layout.lookup_dir / FACTS
     (folder / HASH).unlink()
-    if what != "no mark":
+    if what != "no marker":
         folder.rmdir()
     if what == "file for a folder":
         folder.write_bytes(b"")
     assert tuple(LookupStore(layout).candidates(FACTS)) == ()
-    assert mend(layout) == ["rewritten"]
+    assert actions(layout) == ["rewritten"]
     assert check_entry(layout, HASH).problems == []
     assert tuple(LookupStore(layout).candidates(FACTS)) == (HASH,)
 
 
-def test_a_mark_behind_a_link_is_left_alone(cache_root: Path, tmp_path: Path) -> None:
+def test_a_lookup_marker_behind_a_link_is_left_alone(cache_root: Path, tmp_path: Path) -> None:
     layout = lay(cache_root)
     folder = layout.lookup_dir / FACTS
     shutil.rmtree(folder)
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    assert mend(layout) == ["not_repaired"]
+    assert actions(layout) == ["not_repaired"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_an_artifact_that_is_nowhere_else_is_left_to_the_compiler(cache_root: Path) -> None:
+def test_an_artifact_without_a_copy_is_left_to_the_compiler(cache_root: Path) -> None:
     layout = lay(cache_root)
     path = artifact(layout, b"rank 0")
     replace_file(path, b"x")
-    assert mend(layout) == []
+    assert actions(layout) == []
     assert path.read_bytes() == b"x"
 
 
-def test_a_flip_that_the_unit_shares_is_mended_by_neither_and_forgotten_in_the_unit(cache_root: Path) -> None:
+def test_a_unit_hard_linked_to_a_corrupt_artifact_is_removed(cache_root: Path) -> None:
     layout = lay(cache_root)
     Flip(path=artifact(layout), at=3, bit=1).do()
-    assert mend(layout) == []
+    assert actions(layout) == []
     assert [repair.action for repair in repair_units(layout, units_of(layout))] == ["removed"]
     assert units_of(layout).problems == []
 
@@ -116,11 +116,11 @@ def test_a_corrupt_orphan_is_removed(cache_root: Path) -> None:
     layout = lay(cache_root)
     path = layout.entry_dir(HASH) / "artifacts" / f"{'0' * 64}.eager"
     path.write_bytes(b"x")
-    assert mend(layout) == ["removed"]
+    assert actions(layout) == ["removed"]
     assert not path.exists()
 
 
-def test_a_plan_comes_back_from_a_rank_that_has_the_same(cache_root: Path) -> None:
+def test_a_plan_is_restored_from_a_rank_with_the_same_plan(cache_root: Path) -> None:
     layout = lay(cache_root)
     twin = RankName(hash=HASH, rank=1, prefix="backbone")
     from cache_samples import files_of, manifest_of, put_row, writer
@@ -128,16 +128,16 @@ def test_a_plan_comes_back_from_a_rank_that_has_the_same(cache_root: Path) -> No
     to = writer(cache_root, rank=1)
     to.publish(manifest_of(to, (put_row(to, data=NATIVE),)), files_of("rank 0"))
     replace_file(layout.rank_dir(RANK) / "plan.json", b"x")
-    assert mend(layout) == ["rewritten"]
+    assert actions(layout) == ["rewritten"]
     assert check_entry(layout, HASH).problems == []
     assert (layout.rank_dir(RANK) / "plan.json").read_bytes() == (layout.rank_dir(twin) / "plan.json").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json"])
-def test_a_rank_that_cannot_be_made_again_is_set_aside_and_the_others_stay(cache_root: Path, name: str) -> None:
+def test_a_rank_that_cannot_be_restored_is_set_aside_and_others_are_kept(cache_root: Path, name: str) -> None:
     layout = lay(cache_root)
     replace_file(layout.rank_dir(RANK) / name, b"x")
-    (repair,) = mended(layout)
+    (repair,) = repairs(layout)
     assert repair.action == "set_aside"
     assert repair.sentence.endswith("Warm the model again.")
     found = check_entry(layout, HASH)
@@ -149,33 +149,33 @@ def test_a_rank_that_cannot_be_made_again_is_set_aside_and_the_others_stay(cache
 def test_an_entry_without_its_key_is_set_aside_and_can_be_published_again(cache_root: Path) -> None:
     layout = lay(cache_root)
     layout.key_file(HASH).unlink()
-    assert mend(layout) == ["set_aside"]
+    assert actions(layout) == ["set_aside"]
     assert layout.hashes() == []
     lay(cache_root)
     assert check_entry(layout, HASH).problems == []
 
 
-def test_what_a_newer_version_wrote_is_left_alone(cache_root: Path) -> None:
+def test_a_record_of_a_newer_version_is_left_alone(cache_root: Path) -> None:
     layout = lay(cache_root)
     data = resealed(layout.manifest_file(RANK).read_bytes(), {"record": "manifest-99"})
     layout.manifest_file(RANK).write_bytes(data)
-    assert mend(layout) == ["not_repaired"]
+    assert actions(layout) == ["not_repaired"]
     assert layout.manifest_file(RANK).read_bytes() == data
 
 
 @pytest.mark.parametrize("name", ["key.json", "manifest.json", "plan.json", "unit.json"])
-def test_what_the_system_does_not_let_be_read_is_left_as_it_is(cache_root: Path, name: str) -> None:
+def test_a_file_that_cannot_be_read_is_left_alone(cache_root: Path, name: str) -> None:
     layout = lay(cache_root)
     path = next(layout.base.rglob(name))
     path.unlink()
     path.symlink_to("/proc/self/mem")  # reading its first byte is an I/O error
-    (repair,) = [*mended(layout), *repair_units(layout, units_of(layout))]
+    (repair,) = [*repairs(layout), *repair_units(layout, units_of(layout))]
     assert (repair.action, layout.root / repair.path) == ("not_repaired", path)
     assert f"{path} could not be read: Input/output error" in repair.sentence
     assert path.is_symlink()
 
 
-def test_what_may_be_mended_from_a_copy_that_cannot_be_read_is_left_as_it_is(cache_root: Path) -> None:
+def test_a_file_whose_copy_cannot_be_read_is_left_alone(cache_root: Path) -> None:
     layout = lay(cache_root)
     units = next(layout.units_dir.rglob("*.eager"))
     plan = layout.rank_dir(RANK) / "plan.json"
@@ -185,14 +185,14 @@ def test_what_may_be_mended_from_a_copy_that_cannot_be_read_is_left_as_it_is(cac
     for copy in (artifact(layout), twin):
         copy.unlink()
         copy.symlink_to("/proc/self/mem")
-    done = {layout.root / repair.path: repair for repair in [*mended(layout), *repair_units(layout, units_of(layout))]}
+    done = {layout.root / repair.path: repair for repair in [*repairs(layout), *repair_units(layout, units_of(layout))]}
     assert {done[path].action for path in (units, plan)} == {"not_repaired"}
     assert f"{artifact(layout)} could not be read" in done[units].sentence
     assert f"{twin} could not be read" in done[plan].sentence
     assert units.read_bytes() == plan.read_bytes() == b"x"
 
 
-def test_a_units_artifact_comes_back_from_an_entry(cache_root: Path) -> None:
+def test_a_units_artifact_is_restored_from_an_entry(cache_root: Path) -> None:
     layout = lay(cache_root)
     path = next(layout.units_dir.rglob("*.eager"))
     replace_file(path, b"x")
@@ -208,27 +208,27 @@ def test_a_units_torn_record_is_removed(cache_root: Path) -> None:
     assert units_of(layout).problems == []
 
 
-def test_where_locks_do_not_work_everything_is_mended_all_the_same(cache_root: Path) -> None:
+def test_repairs_work_where_locks_do_not(cache_root: Path) -> None:
     layout = lay(cache_root)
     replace_file(artifact(layout), b"x")
     replace_file(layout.manifest_file(RANK), b"x")
     with no_flock():
-        assert sorted(mend(layout)) == ["linked", "set_aside"]
+        assert sorted(actions(layout)) == ["linked", "set_aside"]
     assert check_entry(layout, HASH).problems == []
 
 
-def test_a_read_only_cache_says_that_it_cannot_be_mended_and_stays_as_it_was(
+def test_a_read_only_cache_is_a_clear_error_and_is_unchanged(
     cache_root: Path, read_only: Callable[[Path], Path]
 ) -> None:
     layout = lay(cache_root)
     replace_file(artifact(layout), b"x")
     read_only(cache_root)
     with pytest.raises(CacheError, match="read-only file system"):
-        mend(layout)
+        actions(layout)
     assert [layout.root / problem.path for problem in check_entry(layout, HASH).problems] == [artifact(layout)]
 
 
-def test_on_a_full_disk_a_repair_leaves_the_damage_and_says_so(small_disk: Path) -> None:
+def test_a_full_disk_is_a_clear_error_and_leaves_the_damage(small_disk: Path) -> None:
     layout = lay(small_disk / "cache")
     publish(small_disk / "cache", "8", level=1)
     path = artifact(layout, b"8")
@@ -237,10 +237,10 @@ def test_on_a_full_disk_a_repair_leaves_the_damage_and_says_so(small_disk: Path)
         while file.write(bytes(512)):
             pass
     with pytest.raises(CacheError, match="disk is full"):
-        mend(layout)
+        actions(layout)
     assert [layout.root / problem.path for problem in check_entry(layout, HASH).problems] == [path]
     (small_disk / "ballast").unlink()
-    assert mend(layout) == ["linked"]
+    assert actions(layout) == ["linked"]
 
 
 def damage_unit_and_link(layout: CacheLayout) -> None:
@@ -260,7 +260,7 @@ def damage_manifest(layout: CacheLayout) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_unit_and_link, damage_artifact, damage_key, damage_manifest])
-def test_killed_at_any_call_a_repair_leaves_what_the_next_one_mends(
+def test_a_repair_killed_at_any_call_is_completed_by_the_next(
     cache_root: Path, tmp_path: Path, damage: Callable[[CacheLayout], None]
 ) -> None:
     lay(cache_root)
@@ -290,7 +290,7 @@ def names_of(layout: CacheLayout) -> set[str]:
 
 
 @pytest.mark.parametrize("what", ["artifacts", "rank_0", "entry"])
-def test_nothing_behind_a_link_is_mended(cache_root: Path, tmp_path: Path, what: str) -> None:
+def test_nothing_behind_a_link_is_repaired(cache_root: Path, tmp_path: Path, what: str) -> None:
     layout = lay(cache_root)
     folder = layout.entry_dir(HASH) if what == "entry" else layout.entry_dir(HASH) / what
     replace_file(artifact(layout), b"other")
@@ -299,11 +299,11 @@ def test_nothing_behind_a_link_is_mended(cache_root: Path, tmp_path: Path, what:
     folder.rename(tmp_path / "outside")
     folder.symlink_to(tmp_path / "outside")
     before = {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()}
-    mended(layout)
+    repairs(layout)
     assert {path: path.read_bytes() for path in (tmp_path / "outside").rglob("*") if path.is_file()} == before
 
 
-def test_no_unit_behind_a_link_is_mended(cache_root: Path, tmp_path: Path) -> None:
+def test_no_unit_behind_a_link_is_repaired(cache_root: Path, tmp_path: Path) -> None:
     layout = lay(cache_root)
     unit = next(layout.units_dir.glob("*/*"))
     replace_file(unit / f"{sha256_hex(NATIVE)}.eager", b"other")

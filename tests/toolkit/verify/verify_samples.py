@@ -1,4 +1,4 @@
-"""A small cache with everything that a check reads, and bits to flip in it. Imports no torch."""
+"""A small cache with every file that a check reads, and bits to flip in it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NATIVE = bytes(range(256)) * 3
 
 
 def lay(root: Path) -> CacheLayout:
-    """Lay an entry of two ranks that share an artifact, and a unit that the entry links."""
+    """Create an entry of two ranks that share an artifact, and a unit that the entry links to."""
     layout = CacheLayout(root=root)
     units = UnitStore(layout)
     record = Artifact.of(NATIVE, kind="eager", compile_secs=1e-7, kernels=1, guards=("s0 < 9é",))
@@ -36,7 +36,7 @@ def lay(root: Path) -> CacheLayout:
 
 
 def entry_files(layout: CacheLayout) -> list[Path]:
-    """Every file of the entry, in order."""
+    """Every file of the entry, sorted."""
     return sorted(path for path in layout.entry_dir(HASH).rglob("*") if path.is_file())
 
 
@@ -49,7 +49,7 @@ class Flip:
     bit: int
 
     def do(self) -> None:
-        """Flip it; the file stays the same inode, as a failing disk leaves it."""
+        """Flip the bit in place, so that the inode stays the same, as on a failing disk."""
         mode = self.path.stat().st_mode
         self.path.chmod(0o644)
         with self.path.open("r+b") as file:
@@ -61,7 +61,7 @@ class Flip:
 
 
 def flips(files: list[Path], count: int, *, seed: int) -> Iterator[Flip]:
-    """Yield seeded places, spread over the files as their bytes are."""
+    """Yield seeded flips, distributed over the files by size."""
     draw = random.Random(seed)
     sizes = [path.stat().st_size for path in files]
     for path in draw.choices(files, sizes, k=count):
