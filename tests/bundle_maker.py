@@ -82,7 +82,7 @@ class Forge:
 
     @classmethod
     def of(cls, root: Path, hash_: str) -> Forge:
-        """A bundle of one entry of a cache."""
+        """Return the bundle of one entry of a cache."""
         base = root / "torch_compile_cache" / hash_
         return cls(files={str(path.relative_to(root)): path.read_bytes() for path in base.rglob("*") if path.is_file()})
 
@@ -111,7 +111,7 @@ class Forge:
         change: Callable[[list[File]], list[File]] = lambda members: members,
         end: bytes = bytes(1024),
     ) -> bytes:
-        """The bundle, packed.
+        """Return the compressed bundle.
 
         Args:
             index: Replaces the valid index.
@@ -152,7 +152,7 @@ class Forge:
 
 
 def make_keys(folder: Path, *names: str) -> None:
-    """Make Ed25519 keys: `<name>.pem` and `<name>.pub` (PEM) for each name."""
+    """Create Ed25519 keys: `<name>.pem` and `<name>.pub` (PEM) for each name."""
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

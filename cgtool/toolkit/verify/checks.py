@@ -114,6 +114,12 @@ class _Check(Findings):
         text, root = str(path), f"{self.layout.root}/"
         return Finding(path=text.removeprefix(root), kind=kind, sentence=sentence)
 
+    def _problem(self, path: str | Path, kind: ProblemKind, sentence: str) -> None:
+        self.problems.append(self.finding(path, kind, sentence))
+
+    def _note(self, path: str | Path, kind: NoteKind, sentence: str) -> None:
+        self.notes.append(self.finding(path, kind, sentence))
+
     def _check_file(self, path: str, *, digest: str, sizes: Collection[int], who: str, other: str = "") -> bool:
         """Check a file against the digest and sizes that `who` names ("the manifest"), and add a problem if it differs.
 
@@ -179,21 +185,18 @@ class _Check(Findings):
         name = path.rpartition("/")[2]
         if is_temporary(name):
             if not writer_lives(name):
-                self.notes.append(
-                    self.finding(path, "temporary", f"{path} was left behind by a process that has ended.")
-                )
+                self._note(path, "temporary", f"{path} was left behind by a process that has ended.")
         elif re.fullmatch(NEXT, name):
-            sentence = f"{path} was left behind by a process that was killed while writing."
-            self.notes.append(self.finding(path, "temporary", sentence))
+            self._note(path, "temporary", f"{path} was left behind by a process that was killed while writing.")
         else:
-            self.notes.append(self.finding(path, "foreign", f"{path} is not a cgtool file."))
+            self._note(path, "foreign", f"{path} is not a cgtool file.")
 
     def _orphan(self, path: str) -> None:
-        self.notes.append(self.finding(path, "orphan", f"No manifest names {path}: `cgtool prune` removes it."))
+        self._note(path, "orphan", f"No manifest names {path}: `cgtool prune` removes it.")
 
     def _unfinished(self) -> None:
         sentence = f"{self.folder} was started but never finished: warming the same model resumes it."
-        self.notes.append(self.finding(self.folder, "unfinished", sentence))
+        self._note(self.folder, "unfinished", sentence)
 
 
 class EntryCheck(_Check):
@@ -233,7 +236,7 @@ class EntryCheck(_Check):
             self._plan(manifest, broken)
         for marker in {marker for manifest in self.manifests for marker in LookupStore(layout).lost(manifest)}:
             sentence = f"{marker} is missing: load does not find the entry without it. {_REPAIR}"
-            self.problems.append(self.finding(marker, "lookup", sentence))
+            self._problem(marker, "lookup", sentence)
         self.problems.sort(key=lambda problem: (problem.path, problem.kind))
         self.notes.sort(key=lambda note: note.path)
 
@@ -302,7 +305,7 @@ class EntryCheck(_Check):
                     self.problems.append(self._error_finding(path, error))
                     continue
                 if problem is not None:
-                    self.problems.append(self.finding(path, problem[0], f"{path} {problem[1]}. {_SIGN_AGAIN}"))
+                    self._problem(path, problem[0], f"{path} {problem[1]}. {_SIGN_AGAIN}")
 
     def _plan(self, manifest: Manifest, broken: Collection[str]) -> None:
         """Read an intact plan, and check that each artifact was compiled for the rows that name it."""

@@ -1,4 +1,4 @@
-"""Hostile bundles by what is wrong with them: the reason for which each is refused, and how it is forged."""
+"""Hostile bundles: what is wrong with each, the reason for which it is refused, and how it is forged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00evil"
 
 
 def replacing(end: str, **header: object) -> Callable[[Forge], bytes]:
-    """Change the header of the member whose name ends so; a body goes where the type has none."""
+    """Change the header of the member whose name ends with `end`; drop its body if the type has none."""
 
     def make(forge: Forge) -> bytes:
         name = forge.name(end)
@@ -37,17 +37,17 @@ def replacing(end: str, **header: object) -> Callable[[Forge], bytes]:
 
 
 def _beside(*files: File, last: bool = False) -> Callable[[Forge], bytes]:
-    """Put files that the index does not name before all others, or after them."""
+    """Add files that the index does not name, before or after all others."""
     return lambda forge: forge.bytes(change=lambda members: [*members, *files] if last else [*files, *members])
 
 
 def _indexed(name: str) -> Callable[[Forge], bytes]:
-    """A member that the index names, too."""
+    """Add a member that the index names."""
     return lambda forge: forge.with_file(name, EVIL).bytes()
 
 
 def _index(edit: Callable[[dict], object]) -> Callable[[Forge], bytes]:
-    """Change the index and seal it anew."""
+    """Change the index, and seal it again."""
 
     def make(forge: Forge) -> bytes:
         record = json.loads(index_of(forge.files))
@@ -62,7 +62,7 @@ def _edited(end: str, edit: Callable[[dict], object]) -> Callable[[Forge], bytes
 
 
 def _in(folder: str, name: str) -> Callable[[Forge], bytes]:
-    """A member of the genuine entry that is indexed, too."""
+    """Add an indexed member to the genuine entry."""
     return lambda forge: forge.with_file(
         f"{forge.name('/key.json').removesuffix('/key.json')}{folder}/{name}", EVIL
     ).bytes()
@@ -78,7 +78,7 @@ def _plan(edit: Callable[[dict], object]) -> Callable[[Forge], bytes]:
 
 
 def _zip(**members: bytes) -> bytes:
-    """A package with more members than it may have."""
+    """Return a package with additional members."""
     out = io.BytesIO(package("more"))
     with zipfile.ZipFile(out, "a") as file:
         for name, data in members.items():
@@ -112,7 +112,7 @@ def _padded(forge: Forge) -> bytes:
 
 
 def _twice(forge: Forge) -> bytes:
-    """The index names a member twice, and so does the archive."""
+    """Repeat a member in the index and in the archive."""
     name = forge.name("/key.json")
     record = json.loads(index_of(forge.files))
     row = next(member for member in record["members"] if member["path"] == name)
@@ -172,11 +172,11 @@ CORPUS = {
     "a letter that is not ASCII": ("strange_name", _in("/rank_0/bäckbone", "plan.json")),
     "another folder of a cache": ("outside_layout", _indexed(f"torch_compile_cache/units/ab/{HASH}/unit.json")),
     "a hidden file": ("outside_layout", _in("/rank_0/backbone", ".plan.json.next")),
-    "a file of no name that load reads": ("outside_layout", _in("/rank_0/backbone", "sitecustomize.py")),
+    "a file with a name that load does not read": ("outside_layout", _in("/rank_0/backbone", "sitecustomize.py")),
     "a rank with leading zeros": ("outside_layout", _in("/rank_00/backbone", "plan.json")),
     "a file beside the cache": ("outside_layout", _indexed("CACHEDIR.TAG")),
     "a signature inside an entry": ("outside_layout", _in("/signatures", f"{HASH}.sig")),
-    "a kind that nothing opens": ("unknown_kind", _in("/artifacts", f"{sha256_hex(EVIL)}.so")),
+    "an unknown kind of artifact": ("unknown_kind", _in("/artifacts", f"{sha256_hex(EVIL)}.so")),
     "two names that differ in case": ("case_collision", _in("/rank_0/Backbone", "plan.json")),
     "two files that differ in case": ("outside_layout", _in("", "KEY.json")),
     "two folders that differ in case": ("case_collision", _in("/rank_0/BACKBONE", "computation_graph.py")),
@@ -193,7 +193,7 @@ CORPUS = {
     # Types
     "a symbolic link": ("link", replacing("/key.json", type=tarfile.SYMTYPE, linkname="/etc/passwd")),
     "a hard link": ("link", replacing("/key.json", type=tarfile.LNKTYPE, linkname="bundle.json")),
-    "a link beside": (
+    "an additional link": (
         "link",
         _beside(File(name="torch_compile_cache", header={"type": tarfile.SYMTYPE, "linkname": "/"})),
     ),
@@ -207,41 +207,41 @@ CORPUS = {
         "pax_header",
         _beside(File(name="g", data=b"11 path=ab\n", header={"type": tarfile.XGLTYPE})),
     ),
-    "a long name of GNU's": (
+    "a GNU long name": (
         "pax_header",
         _beside(File(name="././@LongLink", data=b"../evil\0", header={"type": tarfile.GNUTYPE_LONGNAME})),
     ),
     "a contiguous file": ("strange_type", replacing("/key.json", type=tarfile.CONTTYPE)),
-    "an old type of file": ("strange_type", replacing("/key.json", type=tarfile.AREGTYPE)),
+    "an old file type": ("strange_type", replacing("/key.json", type=tarfile.AREGTYPE)),
     # Headers
     "a wrong checksum": ("bad_header", _bad_checksum),
-    "a time": ("bad_header", replacing("/key.json", mtime=1)),
-    "a user": ("bad_header", replacing("/key.json", uid=1000, uname="evil")),
-    "a mode that sets the user": ("bad_header", replacing("/key.json", mode=0o4755)),
-    "a mode that others may write": ("bad_header", replacing(".pt2", mode=0o666)),
+    "a modification time": ("bad_header", replacing("/key.json", mtime=1)),
+    "an owner": ("bad_header", replacing("/key.json", uid=1000, uname="evil")),
+    "a setuid mode": ("bad_header", replacing("/key.json", mode=0o4755)),
+    "a world-writable mode": ("bad_header", replacing(".pt2", mode=0o666)),
     "a link name of a plain file": ("bad_header", replacing("/key.json", linkname="/etc/passwd")),
     # Sizes
-    "terabytes promised": ("too_large", _index(lambda r: r["members"][0].update(size_bytes=2**45))),
+    "a size of terabytes": ("too_large", _index(lambda r: r["members"][0].update(size_bytes=2**45))),
     "a manifest of gigabytes": ("too_large", _index(lambda r: r["members"][-1].update(size_bytes=2**30))),
     "a negative size": ("bad_index", _index(lambda r: r["members"][0].update(size_bytes=-1))),
     "another size in the archive": ("size_mismatch", _index(lambda r: r["members"][0].update(size_bytes=5))),
-    "zeros without end": ("bomb", _zeros),
+    "endless zeros": ("bomb", _zeros),
     "a plan of long texts": ("corrupt_plan", _plan(_texts)),
     # The frame and the archive
-    "nothing": ("not_a_bundle", lambda forge: b""),
+    "an empty file": ("not_a_bundle", lambda forge: b""),
     "a text": ("not_a_bundle", lambda forge: b"no bundle at all, only words"),
-    "an archive that is not packed": ("not_a_bundle", lambda forge: opened(forge.bytes())),
+    "an uncompressed archive": ("not_a_bundle", lambda forge: opened(forge.bytes())),
     "an archive without an index": ("not_a_bundle", lambda forge: packed(archive(forge.members()))),
     "an empty archive": ("not_a_bundle", lambda forge: packed(bytes(1024))),
-    "a frame cut short": ("truncated", lambda forge: forge.bytes()[:-7]),
-    "a frame of its beginning": ("truncated", lambda forge: forge.bytes()[:40]),
-    "an archive cut short in a whole frame": ("truncated", lambda forge: packed(opened(forge.bytes())[:-3000])),
+    "a truncated frame": ("truncated", lambda forge: forge.bytes()[:-7]),
+    "only the start of a frame": ("truncated", lambda forge: forge.bytes()[:40]),
+    "a truncated archive in a whole frame": ("truncated", lambda forge: packed(opened(forge.bytes())[:-3000])),
     "an archive without its end": ("truncated", lambda forge: forge.bytes(end=b"")),
     "half an end": ("truncated", lambda forge: forge.bytes(end=bytes(512))),
     "bytes after the frame": ("trailing_data", lambda forge: forge.bytes() + b"x"),
     "a second frame": ("trailing_data", lambda forge: forge.bytes() * 2),
-    "a frame to skip": ("trailing_data", lambda forge: forge.bytes() + SKIPPABLE),
-    "a frame to skip before": ("not_a_bundle", lambda forge: SKIPPABLE + forge.bytes()),
+    "a skippable frame": ("trailing_data", lambda forge: forge.bytes() + SKIPPABLE),
+    "a leading skippable frame": ("not_a_bundle", lambda forge: SKIPPABLE + forge.bytes()),
     "blocks after the end": ("trailing_data", lambda forge: forge.bytes(end=bytes(2048))),
     "an archive after the end": ("trailing_data", lambda forge: packed(opened(forge.bytes()) + opened(forge.bytes()))),
     "bytes between members": ("trailing_data", _padded),
@@ -251,36 +251,36 @@ CORPUS = {
         lambda forge: b"\x28\xb5\x2f\xfd\x01\x58\x01" + forge.bytes()[6:],
     ),
     # The index
-    "an index that is no JSON": ("bad_index", lambda forge: forge.bytes(index=b"{")),
-    "an index nested without end": ("bad_index", _deep),
+    "an index that is not JSON": ("bad_index", lambda forge: forge.bytes(index=b"{")),
+    "a deeply nested index": ("bad_index", _deep),
     "an index with a wrong digest": (
         "bad_index",
         lambda forge: forge.bytes(index=index_of(forge.files).replace(b'"1.0"', b'"1.1"')),
     ),
     "an index with another field": ("bad_index", _index(lambda r: r.update(run="me"))),
-    "an index spelled otherwise": (
+    "an index with another spelling": (
         "bad_index",
         lambda forge: forge.bytes(index=index_of(forge.files).replace(b",", b" ,", 1)),
     ),
     "an index out of order": ("bad_index", _index(lambda r: r["members"].reverse())),
-    "an index of nothing": ("bad_index", lambda forge: Forge(files={}).bytes()),
-    "an index with a mode of its own": ("bad_index", _index(lambda r: r["members"][0].update(mode="4755"))),
+    "an empty index": ("bad_index", lambda forge: Forge(files={}).bytes()),
+    "an index that sets a mode": ("bad_index", _index(lambda r: r["members"][0].update(mode="4755"))),
     "a newer schema": ("unknown_schema", _index(lambda r: r.update(record="bundle-3"))),
     "no schema": ("bad_index", lambda forge: forge.bytes(index=b"{}")),
-    "a digest that is none": ("bad_index", _index(lambda r: r["members"][-1].update(sha256="../evil"))),
-    # What is there and what is named
-    "other bytes than the digest's": ("digest_mismatch", _other_bytes),
+    "an invalid digest": ("bad_index", _index(lambda r: r["members"][-1].update(sha256="../evil"))),
+    # Members against the index
+    "bytes that do not match the digest": ("digest_mismatch", _other_bytes),
     "an artifact under another digest": ("digest_mismatch", _misnamed),
-    "a member too few": ("missing_member", _missing),
+    "a missing member": ("missing_member", _missing),
     "members out of order": ("missing_member", _swapped),
-    "a member too many": ("unlisted_member", _beside(File(name=f"torch_compile_cache/{HASH}/key.json", data=EVIL))),
+    "an unlisted member": ("unlisted_member", _beside(File(name=f"torch_compile_cache/{HASH}/key.json", data=EVIL))),
     "an entry without a key": ("missing_member", lambda forge: forge.without(forge.name("/key.json")).bytes()),
     "a rank without a plan": ("missing_member", lambda forge: forge.without(forge.name("/plan.json")).bytes()),
-    "a key alone": (
+    "only a key": (
         "missing_member",
         lambda forge: Forge(files={n: d for n, d in forge.files.items() if n.endswith("/key.json")}).bytes(),
     ),
-    "an artifact too few": ("missing_artifact", lambda forge: forge.without(forge.name(".pt2")).bytes()),
+    "a missing artifact": ("missing_artifact", lambda forge: forge.without(forge.name(".pt2")).bytes()),
     "an artifact that nothing names": (
         "unnamed_artifact",
         lambda forge: forge.with_file(
@@ -298,7 +298,10 @@ CORPUS = {
     ),
     "a torn key": ("corrupt_key", lambda forge: forge.with_file(forge.name("/key.json"), b"{").bytes()),
     "a manifest of another folder": ("corrupt_manifest", _edited("/manifest.json", lambda r: r.update(rank=1))),
-    "a manifest of a path": ("corrupt_manifest", _edited("/manifest.json", lambda r: r.update(prefix="../x"))),
+    "a manifest with a path as prefix": (
+        "corrupt_manifest",
+        _edited("/manifest.json", lambda r: r.update(prefix="../x")),
+    ),
     "a manifest of a newer schema": (
         "unknown_schema",
         _edited("/manifest.json", lambda r: r.update(record="manifest-99")),
@@ -311,8 +314,8 @@ CORPUS = {
         "size_mismatch",
         _edited("/manifest.json", lambda r: [row["artifact"].update(size_bytes=1) for row in r["rows"]]),
     ),
-    "a plan that is none": ("corrupt_plan", lambda forge: forge.with_plan(b"import os").bytes()),
-    "a plan nested without end": (
+    "a plan that is not JSON": ("corrupt_plan", lambda forge: forge.with_plan(b"import os").bytes()),
+    "a deeply nested plan": (
         "corrupt_plan",
         lambda forge: forge.with_plan(b"[" * 100_000 + b"]" * 100_000).bytes(),
     ),
@@ -323,14 +326,14 @@ CORPUS = {
     "a package with a source": ("strange_package", _artifact(_zip(**{"model.wrapper.cpp": b"int main;"}))),
     "a package with another library": ("strange_package", _artifact(_zip(**{"evil.so": b"\x7fELF"}))),
     "a package with a path": ("strange_package", _artifact(_zip(**{"../../evil.cubin": b"x"}))),
-    "a package that is packed": ("strange_package", _artifact(_deflated())),
+    "a compressed package": ("strange_package", _artifact(_deflated())),
     "a package with bytes before it": ("strange_package", _artifact(b"evil" + package("before"))),
-    "a package that is none": ("strange_package", _artifact(b"\x7fELF and so on")),
+    "a package that is not an archive": ("strange_package", _artifact(b"\x7fELF and so on")),
 }
 
 
 def _with_plan(edit: Callable[[dict], object]) -> Callable[[Forge], Forge]:
-    """The plan is changed, and all digests of it are redone."""
+    """Change the plan, and update all digests of it."""
 
     def make(forge: Forge) -> Forge:
         record = json.loads(forge.files[forge.name("/plan.json")])
@@ -368,9 +371,9 @@ def _without_origin(forge: Forge) -> Forge:
     return forge.with_artifact(pack(Package(native=package.native, metadata=package.metadata)))
 
 
-#: Consistent to the last digest, and of contents that cgtool never writes; given as an archive and as a folder.
+#: Bundles with consistent digests but contents that cgtool never writes; tested as an archive and as a folder.
 CONSISTENT = {
-    "a method that is no text": ("corrupt_plan", _with_plan(lambda r: r.update(method=5))),
+    "a method that is not a string": ("corrupt_plan", _with_plan(lambda r: r.update(method=5))),
     "a method that is code": ("corrupt_plan", _with_plan(lambda r: r.update(method="forward();evil"))),
     "a class that is code": ("corrupt_plan", _with_plan(lambda r: r.update(qualname="os:system('evil')"))),
     "an op that is code": ("corrupt_plan", _frame(lambda g: g["nodes"][0].__setitem__(1, "torch.sin;evil"))),
@@ -380,14 +383,17 @@ CONSISTENT = {
     "a device that is a path": ("corrupt_plan", _frame(lambda g: g["inputs"][0].__setitem__(3, "/dev/evil"))),
     "a symbol that is code": ("corrupt_plan", _frame(lambda g: g["symbols"][0].__setitem__(0, "s0=evil"))),
     "a size that is code": ("corrupt_plan", _frame(lambda g: g["inputs"][0].__setitem__(1, ["__import__('os')", 1]))),
-    "a size past all memory": ("corrupt_plan", _frame(lambda g: g["inputs"][0].__setitem__(1, [2**70, 1]))),
+    "a size beyond any memory": ("corrupt_plan", _frame(lambda g: g["inputs"][0].__setitem__(1, [2**70, 1]))),
     "a graph that was changed": ("corrupt_plan", _frame(lambda g: g.update(aliases=[[0, 0]]))),
-    "a graph that is there twice": (
+    "a duplicate graph": (
         "corrupt_plan",
         _with_plan(lambda r: r["graphs"]["members"].append(r["graphs"]["members"][0])),
     ),
-    "a step past the graphs": ("corrupt_plan", _with_plan(lambda r: r["variants"][0]["steps"][0].__setitem__(2, 99))),
-    "a guard past the texts": ("corrupt_plan", _with_plan(lambda r: r["guards"].append(["value", 1, [10**6]]))),
+    "a step with an unknown graph": (
+        "corrupt_plan",
+        _with_plan(lambda r: r["variants"][0]["steps"][0].__setitem__(2, 99)),
+    ),
+    "a guard with an unknown text": ("corrupt_plan", _with_plan(lambda r: r["guards"].append(["value", 1, [10**6]]))),
     "artifacts exchanged": ("strange_artifact", _with_rows(_exchanged)),
     "a dimension renamed": ("strange_artifact", _with_rows(_renamed)),
     "a size relabelled": ("strange_artifact", _with_rows(_resized)),
@@ -395,7 +401,7 @@ CONSISTENT = {
         "strange_artifact",
         _with_rows(lambda rows: [row.update(adaptor="inductor") for row in rows]),
     ),
-    "a package that does not say what it is": ("strange_artifact", _without_origin),
+    "a package without its origin": ("strange_artifact", _without_origin),
     "a range from 0": ("corrupt_manifest", _with_rows(lambda rows: rows[0].update(shape={"n": [0, 5]}))),
-    "a shape of no dimension": ("corrupt_manifest", _with_rows(lambda rows: rows[0].update(shape=[8, 8]))),
+    "a shape without dimensions": ("corrupt_manifest", _with_rows(lambda rows: rows[0].update(shape=[8, 8]))),
 }
