@@ -19,9 +19,9 @@ from cgtool.errors import UsageError
 from cgtool.remote.stores import is_remote, redacted
 from cgtool.store.layout import CACHE_FOLDER, CacheLayout, is_hash
 from cgtool.toolkit.foreign.detect import check_own
-from cgtool.toolkit.selection import empty, hash_named
+from cgtool.toolkit.selection import empty_cache_error, resolve_hash
 
-_BEGINNING = re.compile(r"[0-9a-fA-F]{1,64}")
+_ABBREVIATED_HASH = re.compile(r"[0-9a-fA-F]{1,64}")
 
 
 class Place(NamedTuple):
@@ -35,12 +35,12 @@ class Place(NamedTuple):
     is_copy: bool = False
 
 
-def is_beginning(text: str) -> bool:
+def is_abbreviated_hash(text: str) -> bool:
     """Return whether a text can be an abbreviated hash, and is not an existing path."""
-    return _BEGINNING.fullmatch(text) is not None and path_of(text) is None
+    return _ABBREVIATED_HASH.fullmatch(text) is not None and existing_path(text) is None
 
 
-def path_of(text: str) -> Path | None:
+def existing_path(text: str) -> Path | None:
     """Return the existing path that a text names; None if there is none."""
     try:
         path = Path(text).expanduser()
@@ -50,19 +50,19 @@ def path_of(text: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def opened_place(text: str, cache_dir: Path | None = None, *, artifacts: bool = False) -> Iterator[Place]:
+def open_place(text: str, cache_dir: Path | None = None, *, artifacts: bool = False) -> Iterator[Place]:
     """Yield the place that `text` names; with `artifacts`, also fetch the artifacts of a store."""
     if is_remote(text):
         from cgtool.toolkit.mirror import mirrored  # imported lazily: only stores need it
 
-        url, _, beginning = text.rpartition(":")
+        url, _, hash_text = text.rpartition(":")
         # Digits after a bare host are a port.
-        names_entry = "/" in url.partition("://")[2] and _BEGINNING.fullmatch(beginning) is not None
+        names_entry = "/" in url.partition("://")[2] and _ABBREVIATED_HASH.fullmatch(hash_text) is not None
         with mirrored(url if names_entry else text, artifacts=artifacts) as mirror:
-            hash_ = hash_named(redacted(url), beginning, mirror.layout.hashes()) if names_entry else None
+            hash_ = resolve_hash(redacted(url), hash_text, mirror.layout.hashes()) if names_entry else None
             yield Place(redacted(text), mirror.layout, hash_, is_copy=True)
         return
-    path = path_of(text)
+    path = existing_path(text)
     if path is not None and not path.is_dir():
         from cgtool.store.bundle.unpack import unpacked  # imported lazily: only bundles need zstandard
 
@@ -81,15 +81,15 @@ def _folder(text: str, path: Path) -> Place:
 
 
 def _entry(text: str, cache_dir: Path | None) -> Place:
-    root_text, colon, beginning = text.rpartition(":")
+    root_text, colon, hash_text = text.rpartition(":")
     has_root = bool(colon and root_text)
-    above = path_of(root_text) if has_root else cache_dir
-    if _BEGINNING.fullmatch(beginning) is None or (above is None and has_root):
+    above = existing_path(root_text) if has_root else cache_dir
+    if _ABBREVIATED_HASH.fullmatch(hash_text) is None or (above is None and has_root):
         message = f"There is no {text!r:.200}. Name a cache's folder, an entry as HASH or ROOT:HASH, or a bundle."
         raise UsageError(message, actual=text)
     layout = CacheLayout.at(above)
     hashes = layout.hashes()
     if not hashes:
         check_own(layout.root)
-        raise empty(layout)
-    return Place(text, layout, hash_named(layout.root, beginning, hashes))
+        raise empty_cache_error(layout)
+    return Place(text, layout, resolve_hash(layout.root, hash_text, hashes))

@@ -35,7 +35,7 @@ from cgtool.threads import in_parallel
 from cgtool.toolkit.bundle.choose import Choice
 from cgtool.toolkit.bundle.export import ExportReport, choose_and_lease, export
 from cgtool.toolkit.bundle.import_ import ImportedEntry, ImportReport, import_bundle
-from cgtool.toolkit.selection import hash_named
+from cgtool.toolkit.selection import resolve_hash
 
 SCHEMA = 1
 #: How long an interrupted push waits for the files being sent.
@@ -194,7 +194,7 @@ def pull(
     store, began = open_store(url), time.monotonic()
     layout = CacheLayout.at(cache_dir)
     stored = indexes(store)
-    chosen = [hash_named(store.url, text, list(stored)) for text in hashes] or list(stored)
+    chosen = [resolve_hash(store.url, text, list(stored)) for text in hashes] or list(stored)
     if not chosen:
         raise RemoteError(f"{store.url} holds no entry. Push one with: cgtool push {store.url}", path=store.url)
     entries: dict[str, ImportedEntry] = {}

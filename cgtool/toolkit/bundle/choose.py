@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cgtool.errors import CacheError, UsageError
 from cgtool.store.layout import SHORT_DIGITS, CacheLayout, RankName, short
 from cgtool.store.walk import EntryView, walk
-from cgtool.toolkit.selection import hash_named
+from cgtool.toolkit.selection import resolve_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def chosen_names(layout: CacheLayout, choice: Choice) -> tuple[RankName, ...]:
     """Return the ranks and prefixes that a choice selects, in order."""
     there = layout.hashes()
     if choice.hashes:
-        hashes = sorted({hash_named(layout.root, text, there) for text in choice.hashes})
+        hashes = sorted({resolve_hash(layout.root, text, there) for text in choice.hashes})
     else:
         entries = []
         for entry in walk(layout):

@@ -20,7 +20,7 @@ from cgtool.store.records import Key
 from cgtool.toolkit.diff.entries import EntrySide, compare_entries, factor_differences
 from cgtool.toolkit.diff.records import Difference, located, only_in
 from cgtool.toolkit.foreign.detect import check_own
-from cgtool.toolkit.places import opened_place
+from cgtool.toolkit.places import open_place
 
 if TYPE_CHECKING:
     from cgtool.store.machine import Machine  # costs more to load than two entries to compare
@@ -182,7 +182,7 @@ class Side(NamedTuple):
 @contextlib.contextmanager
 def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
     """Yield what `text` names (`cgtool.toolkit.places`); a bundle or a store of one entry is that entry."""
-    with opened_place(text, cache_dir) as place:
+    with open_place(text, cache_dir) as place:
         layout, hash_ = place.layout, place.hash
         entries = {other: EntrySide(layout, other) for other in layout.hashes()}
         if place.is_copy and len(entries) == 1:

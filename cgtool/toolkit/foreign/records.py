@@ -18,7 +18,7 @@ from cgtool.plan.shapes import Shape
 from cgtool.store.records import Factor, timestamp
 from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
 from cgtool.toolkit.foreign.tree import File, Tree, shown
-from cgtool.toolkit.selection import not_one
+from cgtool.toolkit.selection import selection_error
 
 SCHEMA = 2
 
@@ -201,7 +201,7 @@ def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
         return (exact or fitting)[0]
     what = "Several entries fit" if fitting else "No entry fits"
     listed = [shown(entry.name) for entry in fitting or cache.entries]
-    raise not_one(f"{what}. Name one of these", listed, path=cache.root, actual=beginning)
+    raise selection_error(f"{what}. Name one of these", listed, path=cache.root, actual=beginning)
 
 
 def size_of(files: Iterable[File]) -> int:

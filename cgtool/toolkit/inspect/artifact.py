@@ -41,7 +41,7 @@ from cgtool.toolkit.foreign.contents import foreign_contents
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
 from cgtool.toolkit.foreign.tree import shown
-from cgtool.toolkit.selection import beginning, not_one, one_hash, published
+from cgtool.toolkit.selection import abbreviate, published_ranks, resolve_entry, selection_error
 
 SCHEMA = 2
 
@@ -236,7 +236,7 @@ def _chosen(
     wanted = artifact.lower()
     piece = _PIECE.match(wanted)
     if piece is not None:
-        hash_ = one_hash(layout, piece[1])
+        hash_ = resolve_entry(layout, piece[1])
         every = list(_uses(layout, [hash_], warnings))
         uses = [use for use in every if use.row.piece_index == int(piece[2]) and serves(use)]
         found = dict.fromkeys((use.row.artifact.digest, use.row.artifact.kind) for use in uses)
@@ -249,7 +249,7 @@ def _chosen(
         ]
         what = "Several artifacts of this piece fit" if uses else "No artifact of this entry fits"
         message = f"{what}. Name one of these by its digest, or by --shape, --variant, --rank and --prefix"
-        raise not_one(message, listed, more="entry", actual=artifact)
+        raise selection_error(message, listed, more="entry", actual=artifact)
     if _DIGITS.match(wanted) is None:
         message = (
             f"{artifact[:80]!r} names no artifact. Give the beginning of its digest, or of an entry's hash with a "
@@ -261,15 +261,15 @@ def _chosen(
         (digest, kind), hashes = next(iter(held.items()))
         return hashes, digest, kind
     advice = "Name one by more of its digest" if held else "cgtool inspect entry shows the digests of an entry"
-    listed = [f"{beginning(digest, [other for other, _ in held])} {kind}" for digest, kind in held]
+    listed = [f"{abbreviate(digest, [other for other, _ in held])} {kind}" for digest, kind in held]
     what = f"{len(held)} artifacts fit" if held else "No artifact fits"
-    raise not_one(f"{what}. {advice}", listed, more="entry", path=layout.root, actual=artifact)
+    raise selection_error(f"{what}. {advice}", listed, more="entry", path=layout.root, actual=artifact)
 
 
 def _artifacts(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[str]]:
     """Return (digest, kind) → the entries that hold it, of all artifacts whose digest begins so."""
     found: dict[tuple[str, str], list[str]] = {}
-    for hash_ in dict.fromkeys(name.hash for name in published(layout)):
+    for hash_ in dict.fromkeys(name.hash for name in published_ranks(layout)):
         for name in view_entry(layout, hash_).artifacts:
             digest, _, kind = name.partition(".")
             if digest.startswith(digits) and is_hash(digest) and kind:
@@ -307,7 +307,7 @@ def _inspect_foreign(cache: ForeignCache, asked: str, fits: Callable[[ForeignArt
         what = "Several artifacts fit" if fitting else "No artifact fits"
         listed = [shown(f"{entry.name}/{artifact.path}") for entry, artifact in fitting or there]
         message = f"{what}. Name one of these, or choose by --shape, --rank and --prefix"
-        raise not_one(message, listed, more="entry", actual=asked)
+        raise selection_error(message, listed, more="entry", actual=asked)
     entry, artifact = chosen[0]
     contents = foreign_contents(entry, artifact)
     return ForeignArtifactReport(cache=cache, entry=entry, artifact=artifact, contents=contents)

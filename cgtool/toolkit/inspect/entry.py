@@ -40,7 +40,7 @@ from cgtool.store.walk import view_entry
 from cgtool.toolkit.coverage import Coverage, Planned, entry_coverage, planned
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, one_entry
-from cgtool.toolkit.selection import one_hash
+from cgtool.toolkit.selection import resolve_entry
 
 SCHEMA = 2
 KEY_SCHEMA = 1
@@ -188,7 +188,7 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
     if cache is not None:
         return _inspect_foreign(cache, one_entry(cache, entry))
     layout = CacheLayout.at(cache_dir)
-    hash_ = one_hash(layout, entry)
+    hash_ = resolve_entry(layout, entry)
     view = view_entry(layout, hash_)
     manifests, failures = view.manifests, list(view.problems)
     plans: dict[RankName, Planned] = {}
@@ -243,7 +243,7 @@ def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> K
         found = one_entry(cache, entry)
         return KeyReport(root=cache.root, hash=found.name, factors=found.key_factors, system=cache.system)
     layout = CacheLayout.at(cache_dir)
-    hash_ = one_hash(layout, entry)
+    hash_ = resolve_entry(layout, entry)
     key = read_key(layout, hash_)
     if key is None:
         path = layout.key_file(hash_)

@@ -17,7 +17,7 @@ from cgtool.store.files import os_errors_as_cache_errors
 from cgtool.store.layout import GRAPH_FILE, CacheLayout
 from cgtool.store.records import Manifest, Row
 from cgtool.toolkit.foreign.detect import check_own
-from cgtool.toolkit.selection import not_one, one_name
+from cgtool.toolkit.selection import resolve_rank, selection_error
 
 SCHEMA = 2
 
@@ -109,7 +109,7 @@ def inspect_graph(
     layout = CacheLayout.at(cache_dir)
     if not layout.hashes():
         check_own(layout.root)
-    name = one_name(layout, entry, rank=rank, prefix=prefix)
+    name = resolve_rank(layout, entry, rank=rank, prefix=prefix)
     found, plan = entry_with_plan(layout, name)
     number = _one_variant(plan, variant)
     rows: dict[int, list[Row]] = {}
@@ -139,4 +139,4 @@ def _one_variant(plan: Plan, wanted: str | None) -> int:
         return named[0]
     listed = [f"{number}: {variant_words(variant)}" for number, variant in enumerate(plan.variants)]
     what = f"Several variants are called {wanted!r}." if named else f"There is no variant {wanted!r}."
-    raise not_one(f"{what} Name one of them by its number", listed, more="graph", actual=wanted)
+    raise selection_error(f"{what} Name one of them by its number", listed, more="graph", actual=wanted)

@@ -51,7 +51,7 @@ from cgtool.toolkit.prune.plan import (
 )
 from cgtool.toolkit.prune.removal import Ledger, Removal, disk_usage
 from cgtool.toolkit.prune.stale import StaleFinder
-from cgtool.toolkit.selection import hash_named
+from cgtool.toolkit.selection import resolve_hash
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _Planner:
         self._units: set[str] = set()
         views = self._survey.entries
         self._entries = {hash_: self._entry(view) for hash_, view in views.items()}
-        self._named = {hash_named(layout.root, text, list(views)) for text in rules.entries}
+        self._named = {resolve_hash(layout.root, text, list(views)) for text in rules.entries}
         self._last = self._last_of_models()
         #: How many entries have an artifact, and which units hold it.
         self._shares = Counter[str]()

@@ -31,8 +31,8 @@ from cgtool.store.trust import TrustPolicy
 from cgtool.toolkit.coverage import Hole, entry_coverage
 from cgtool.toolkit.foreign.detect import check_known, check_own
 from cgtool.toolkit.model_choice import ModelChoice
-from cgtool.toolkit.places import Place, is_beginning, opened_place, path_of
-from cgtool.toolkit.selection import hash_named
+from cgtool.toolkit.places import Place, existing_path, is_abbreviated_hash, open_place
+from cgtool.toolkit.selection import resolve_hash
 from cgtool.toolkit.verify.checks import EntryCheck, Finding, Findings, check_entries, check_entry, check_units
 from cgtool.toolkit.verify.hashing import Hasher
 from cgtool.toolkit.verify.load import LoadProof, prove_load
@@ -327,20 +327,20 @@ def _select(
     stack: contextlib.ExitStack, targets: Sequence[str], cache_dir: Path | None, *, names_cache: bool
 ) -> tuple[Place, list[str] | None]:
     """Return the cache, and the hashes that the targets name; None means all entries and the units."""
-    places = [target for target in targets if not is_beginning(target)]
+    places = [target for target in targets if not is_abbreviated_hash(target)]
     if places and (len(targets) > 1 or names_cache):
         msg = "Give hashes, or one cache, entry, bundle or store without --cache-dir."
         raise UsageError(msg, actual=list(targets))
     if places:
-        if ":" not in places[0] and path_of(places[0]) is None:
+        if ":" not in places[0] and existing_path(places[0]) is None:
             raise _missing(places[0])
-        place = stack.enter_context(opened_place(places[0], artifacts=True))
+        place = stack.enter_context(open_place(places[0], artifacts=True))
         return place, None if place.hash is None else [place.hash]
     layout = CacheLayout.at(cache_dir)
     if not layout.root.is_dir() and (cache_dir is not None or layout.root.exists()):
         raise _missing(layout.root)
     hashes = layout.hashes()
-    chosen = [hash_named(layout.root, target, hashes) for target in dict.fromkeys(targets)]
+    chosen = [resolve_hash(layout.root, target, hashes) for target in dict.fromkeys(targets)]
     return Place(str(layout.root), layout), chosen or None
 
 
