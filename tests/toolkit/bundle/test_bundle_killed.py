@@ -6,8 +6,7 @@ import io
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,6 @@ from cgtool.toolkit.bundle.import_ import import_bundle
 
 #: Files that a kill may leave in a cache.
 LEFTOVER = re.compile(r"(^|/)\.[^/]+\.(tmp|next)(/|$)|^torch_compile_cache/(state|lookup)(/|$)|^CACHEDIR.TAG$")
-
-
-@pytest.fixture
-def memory(tmp_path) -> Iterator[Path]:
-    """A folder in memory if possible: hundreds of imports would wait for the disk."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=shared, prefix="cgtool-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -65,12 +53,12 @@ def killed_everywhere(
 
 @pytest.mark.parametrize("there", ["nothing", "other shapes", "the same"])
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_an_import_killed_at_any_call_leaves_each_entry_as_before_or_as_after(memory, bundle, there, stride):
-    start = memory / "start"
+def test_an_import_killed_at_any_call_leaves_each_entry_as_before_or_as_after(tmp_path, bundle, there, stride):
+    start = tmp_path / "start"
     if there != "nothing":
         lay_entry(start, shapes=("general", "n=8") if there == "the same" else ("general", "n=16"))
         lay_entry(start, seed=5)
-    before, after_root = view(start), memory / "after"
+    before, after_root = view(start), tmp_path / "after"
     if start.exists():
         shutil.copytree(start, after_root)
     imported(bundle, after_root)
@@ -85,7 +73,7 @@ def test_an_import_killed_at_any_call_leaves_each_entry_as_before_or_as_after(me
         imported(bundle, root)  # recovers without cleanup
         assert view(root) == after
 
-    count = killed_everywhere(start, memory / "work", lambda root: imported(bundle, root), check, stride=stride)
+    count = killed_everywhere(start, tmp_path / "work", lambda root: imported(bundle, root), check, stride=stride)
     assert count * stride > 70
 
 
@@ -168,8 +156,8 @@ def test_a_full_or_read_only_disk_is_a_clear_error_and_changes_nothing(tmp_path,
         assert tree(small_disk) == before
 
 
-def test_concurrent_imports_of_one_bundle_give_the_same_cache_as_one(memory, bundle):
-    root = memory / "storm"
+def test_concurrent_imports_of_one_bundle_give_the_same_cache_as_one(tmp_path, bundle):
+    root = tmp_path / "storm"
     lay_entry(root, shapes=("general", "n=16"))
     children = []
     for _ in range(6):
@@ -182,16 +170,16 @@ def test_concurrent_imports_of_one_bundle_give_the_same_cache_as_one(memory, bun
             os._exit(0)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
-    alone = memory / "alone"
+    alone = tmp_path / "alone"
     lay_entry(alone, shapes=("general", "n=16"))
     imported(bundle, alone)
     assert view(root) == view(alone)
     assert not list((root / "torch_compile_cache").glob(".import.*"))
 
 
-def test_an_import_works_where_locks_do_not(memory, bundle):
-    lay_entry(memory / "cache", shapes=("general", "n=16"))
+def test_an_import_works_where_locks_do_not(tmp_path, bundle):
+    lay_entry(tmp_path / "cache", shapes=("general", "n=16"))
     with no_flock():
-        imported(bundle, memory / "cache")
-    imported(bundle, memory / "other")
-    assert view(memory / "other").keys() == view(memory / "cache").keys()
+        imported(bundle, tmp_path / "cache")
+    imported(bundle, tmp_path / "other")
+    assert view(tmp_path / "other").keys() == view(tmp_path / "cache").keys()
