@@ -1,18 +1,17 @@
-"""The listing of a cache: what `inspect cache` says of it and of each entry. Must not import torch.
+"""The listing of a cache, as `inspect cache` shows it. Must not import torch.
 
-Reads manifests, stamps and sizes, and opens no artifact: that is for `verify`. What is foreign, torn or of another
-schema is skipped with a warning, so that one bad file never hides the rest. Paths are plain text and folders are read
-once, for a cache may hold 100,000 artifacts. An entry's figures:
+Reads manifests, last-used stamps and sizes. Artifacts are not opened; `verify` does that. Files that are foreign, torn
+or of another schema are skipped with a warning, so that one bad file does not hide the rest. A cache may hold 100,000
+artifacts, so paths are plain strings and each folder is read once. An entry's figures:
 
-- `size_bytes`: what shipping it alone takes: each different artifact once, and the files of its rank;
-- `unshared_bytes`: the same, with the artifact counted for every piece and shape that it serves;
-- `artifact_secs`: how long its different artifacts took to compile, each once;
-- `saved_secs`: `hits` times that: the seconds of compiling that the processes which loaded it did without.
+- `size_bytes`: the size of the entry shipped alone: each distinct artifact once, plus the files of its rank;
+- `unshared_bytes`: the same, with an artifact counted once for every piece and shape that it serves;
+- `artifact_secs`: the compile time of its distinct artifacts;
+- `saved_secs`: `hits` times `artifact_secs`: the compile time that processes saved by loading the entry.
 
-The bytes of an artifact that a manifest names are taken from there, and which of them are one file of the disk from the
-inodes that a folder lists with its names; so nothing is asked of the disk for each artifact. What units hold that no
-entry does is found by looking into their folders. In a large cache that is left out where nothing hints at it: where
-there are no more units than artifacts, and none of a sample of those is a file of one name.
+Artifacts are not stat'ed one by one: sizes come from the manifest, and hard links to one file are recognized by the
+inodes in the folder listing. Finding the bytes that only units hold takes a look into every unit's folder. In a large
+cache this is skipped if there are no more units than artifacts and no artifact of a sample has a link count of one.
 """
 
 from __future__ import annotations
@@ -50,28 +49,29 @@ from cgtool.store.walk import EntryView, RankView, view_entry
 SCHEMA = 2
 
 _OWN_FOLDERS = frozenset({"units", "lookup", "state", ARTIFACTS})
-#: Files of a rank folder whose sizes its manifest says.
+#: Files of a rank folder whose sizes are in its manifest.
 _NAMED_FILES = frozenset({MANIFEST_FILE, *RANK_FILES})
 _UNIT_RECORDS = frozenset({UNIT_FILE, "lock"})
-#: So many units are looked into in any case, and so many artifacts are asked how many names they have.
-_FEW_UNITS, _SAMPLE = 5000, 100
-_NAME = attrgetter("name")
+#: Up to this many units are always read.
+_MAX_UNITS_ALWAYS_READ = 5000
+#: Number of entries that contribute an artifact to the link-count sample.
+_SAMPLE_SIZE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntryListing:
-    """One rank and prefix; the figures are the module's."""
+    """One rank and prefix of an entry; the module's docstring defines the figures."""
 
-    #: Its manifest; without rows where the listing was asked for without artifacts.
+    #: Without rows if the listing was made without artifacts.
     manifest: Manifest
     usage: Usage
-    #: What it was compiled for, in order.
+    #: The compiled shapes, in order.
     shapes: tuple[Shape, ...]
-    #: The bytes of its own files: the manifest, and what that names beside artifacts.
+    #: Size of the manifest and of the files that it names, without artifacts.
     own_bytes: int
     unshared_bytes: int
     artifact_secs: float
-    #: Which file of the disk an artifact is, or its name where it is missing → its size as the manifest says it.
+    #: Inode of each artifact, or its file name if the file is missing → size according to the manifest.
     artifact_files: Mapping[int | str, int] = field(repr=False)
 
     @classmethod
@@ -84,32 +84,32 @@ class EntryListing:
         artifacts: bool = True,
         inodes: Mapping[str, int] | None = None,
     ) -> EntryListing:
-        """Return the listing of an entry; `inodes` has which file of the disk an artifact is, by its file's name."""
-        here = inodes or {}
+        """Make a listing from a manifest of `num_bytes`; `inodes` maps artifact file names to inodes."""
+        inodes = inodes or {}
         own_bytes = num_bytes + sum(file.size_bytes for file in manifest.files.values())
-        found = {row.artifact.file: row.artifact for row in manifest.rows}
+        distinct = {row.artifact.file: row.artifact for row in manifest.rows}
         return cls(
             manifest=manifest if artifacts else replace(manifest, rows=()),
             usage=usage,
             shapes=manifest.shapes,
             own_bytes=own_bytes,
             unshared_bytes=own_bytes + sum(row.artifact.size_bytes for row in manifest.rows),
-            artifact_secs=round(sum(artifact.compile_secs for artifact in found.values()), 3),
-            artifact_files={here.get(name, name): artifact.size_bytes for name, artifact in found.items()},
+            artifact_secs=round(sum(artifact.compile_secs for artifact in distinct.values()), 3),
+            artifact_files={inodes.get(name, name): artifact.size_bytes for name, artifact in distinct.items()},
         )
 
     @property
     def size_bytes(self) -> int:
-        """What shipping it alone takes."""
+        """Size of the entry shipped alone."""
         return self.own_bytes + sum(self.artifact_files.values())
 
     @property
     def saved_secs(self) -> float:
-        """Seconds of compiling that its hits did without."""
+        """Compile time saved by its hits."""
         return round(self.usage.hits * self.artifact_secs, 3)
 
     def to_json(self) -> Json:
-        """Return the entry as `inspect cache` prints it; the counts of pieces are those of the first variant."""
+        """Return the entry as `inspect cache` prints it; piece counts are those of the first variant."""
         manifest = self.manifest
         first = manifest.variants[0]
         return {
@@ -123,7 +123,7 @@ class EntryListing:
             "pieces": first.pieces,
             "splitting_pieces": first.splitting_pieces,
             "unique_pieces": first.unique_pieces,
-            "artifacts": [_artifact_json(rows) for rows in sharing(manifest.rows)],
+            "artifacts": [_artifact_json(rows) for rows in _group_by_artifact(manifest.rows)],
             "fallbacks": [asdict(fallback) for fallback in manifest.fallbacks],
             "size_bytes": self.size_bytes,
             "created": manifest.created,
@@ -136,8 +136,8 @@ class EntryListing:
         }
 
 
-def sharing(rows: Iterable[Row]) -> list[list[Row]]:
-    """Return rows in groups of those that share an artifact for one shape, by shape and piece."""
+def _group_by_artifact(rows: Iterable[Row]) -> list[list[Row]]:
+    """Group the rows that share an artifact for one shape; groups are sorted by shape and piece."""
     groups: dict[tuple[str, bool, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((shape_text(row.shape), row.tuned, row.adaptor, row.artifact.digest), []).append(row)
@@ -157,10 +157,10 @@ def _artifact_json(rows: list[Row]) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheListing:
-    """All entries of a cache by hash, rank and prefix, and what was skipped.
+    """All entries of a cache, sorted by hash, rank and prefix, with warnings about what was skipped.
 
-    `size_bytes` is what all of it takes on the disk, a file of several names once: its entries and what units hold
-    beside them, without the units' own records.
+    `size_bytes` is the disk usage of the entries and of artifacts that only units hold. A file with several hard links
+    counts once; the units' records do not count.
     """
 
     root: Path
@@ -169,13 +169,13 @@ class CacheListing:
     warnings: tuple[str, ...]
 
     def bytes_of(self, entries: Iterable[EntryListing]) -> int:
-        """Return what some of the entries take on the disk, files that they share once."""
-        total = 0
-        held: dict[int, int] = {}
+        """Return the disk usage of some of the entries; a file that they share counts once."""
+        own_bytes = 0
+        artifacts: dict[int, int] = {}
         for entry in entries:
-            total += entry.own_bytes
-            held.update([(file, size) for file, size in entry.artifact_files.items() if isinstance(file, int)])
-        return total + sum(held.values())
+            own_bytes += entry.own_bytes
+            artifacts.update((file, size) for file, size in entry.artifact_files.items() if isinstance(file, int))
+        return own_bytes + sum(artifacts.values())
 
     def to_json(self) -> Json:
         """Return the listing as JSON."""
@@ -189,18 +189,22 @@ class CacheListing:
 
 
 def scan(root: Path, *, missing_ok: bool = False, artifacts: bool = True) -> CacheListing:
-    """Return what is in a cache."""
+    """List a cache; without `artifacts`, the manifests of the listed entries have no rows.
+
+    Raises:
+        CacheError: `root` is not a folder or cannot be read. A missing folder is an empty cache if `missing_ok`.
+    """
     with os_errors_as_cache_errors(root):
-        is_folder, is_there = root.is_dir(), root.exists()
-    if not is_folder and not (missing_ok and not is_there):
-        what = "is a file and not a cache folder" if is_there else "does not exist"
-        raise CacheError(f"{root} {what}. Name the folder of a cache, or warm a model to make one.", path=root)
-    with gc_paused():  # a hundred thousand names, none of which is garbage
+        is_folder, exists = root.is_dir(), root.exists()
+    if not is_folder and not (missing_ok and not exists):
+        problem = "is a file and not a cache folder" if exists else "does not exist"
+        raise CacheError(f"{root} {problem}. Name the folder of a cache, or warm a model to make one.", path=root)
+    with gc_paused():  # up to a hundred thousand names, and all of them are kept
         return _Scan(CacheLayout(root=root), artifacts=artifacts).listing()
 
 
 def list_entry(layout: CacheLayout, name: RankName, usage: Usage | None = None) -> EntryListing | None:
-    """Return the listing of one rank and prefix with its artifacts, as they are now; None where there is none."""
+    """Read the listing of one rank and prefix with its artifacts; None if it has no manifest."""
     path = layout.manifest_file(name)
     data = read_bytes(path)
     if data is None:
@@ -213,24 +217,23 @@ def list_entry(layout: CacheLayout, name: RankName, usage: Usage | None = None) 
 class _Scan:
     def __init__(self, layout: CacheLayout, *, artifacts: bool) -> None:
         self.layout = layout
-        self.used = StateStore(layout).stamps()
+        self.stamps = StateStore(layout).stamps()
         self.with_artifacts = artifacts
         self.entries: list[EntryListing] = []
         self.warnings: list[str] = []
         self.foreign: list[str] = []
-        #: file of the disk → bytes
+        #: inode → bytes
         self.sizes: dict[int, int] = {}
         self.sample: list[str] = []
         self.own_bytes = 0
 
     def listing(self) -> CacheListing:
-        base = str(self.layout.base)
-        for child in _listed(base):
+        for child in sorted(_scandir(str(self.layout.base)), key=attrgetter("name")):
             if is_hash(child.name) and child.is_dir():
-                self._entry(view_entry(self.layout, child.name))
+                self._add_entry(view_entry(self.layout, child.name))
             elif child.name not in _OWN_FOLDERS and not is_temporary(child.name):
                 self.foreign.append(f"{child.path} is not part of the cache and was skipped.")
-        self._units(str(self.layout.units_dir))
+        self._add_unit_sizes(str(self.layout.units_dir))
         return CacheListing(
             root=self.layout.root,
             entries=tuple(self.entries),
@@ -238,34 +241,34 @@ class _Scan:
             warnings=(*self.foreign, *self.warnings),
         )
 
-    def _entry(self, entry: EntryView) -> None:
-        """Add one entry; what of it cannot be listed or trusted is a warning."""
+    def _add_entry(self, entry: EntryView) -> None:
+        """Add one entry; any part that cannot be listed or trusted becomes a warning."""
         self.warnings += map(str, entry.problems)
         self.own_bytes += _size(f"{entry.folder}/{KEY_FILE}") if KEY_FILE in entry.files else 0
         if SIGNATURES in entry.files:
-            self.own_bytes += sum(_size(child.path) for child in _listed(f"{entry.folder}/{SIGNATURES}"))
+            self.own_bytes += sum(_size(child.path) for child in _scandir(f"{entry.folder}/{SIGNATURES}"))
         for rank in entry.ranks:
-            self._rank(rank, entry)
-        for name in entry.artifacts.keys() - entry.named:  # are as large as the disk says
+            self._add_rank(rank, entry)
+        for name in entry.artifacts.keys() - entry.named:  # no manifest states their size
             self.sizes[entry.artifacts[name]] = _size(f"{entry.folder}/{ARTIFACTS}/{name}")
-        if entry.artifacts and len(self.sample) < _SAMPLE:
+        if entry.artifacts and len(self.sample) < _SAMPLE_SIZE:
             self.sample.append(f"{entry.folder}/{ARTIFACTS}/{next(iter(entry.artifacts))}")
-        strangers = sorted(name for name in entry.files if _is_strange(name))
-        if strangers:
-            told = ", ".join(strangers[:3])
-            self.foreign.append(f"{entry.folder} holds {told}, which cgtool did not write and skipped.")
+        foreign = sorted(filter(_is_foreign, entry.files))
+        if foreign:
+            names = ", ".join(foreign[:3])
+            self.foreign.append(f"{entry.folder} holds files that cgtool did not write; they were skipped: {names}.")
         if entry.manifests and KEY_FILE not in entry.files:
             self.warnings.append(
                 f"Entry {short(entry.hash)} has no {KEY_FILE} and cannot be loaded: warm the model again."
             )
 
-    def _rank(self, rank: RankView, entry: EntryView) -> None:
+    def _add_rank(self, rank: RankView, entry: EntryView) -> None:
         manifest, status = rank.manifest, rank.manifest_status
-        if manifest is None or status is None:  # bad, or of a warm that has not come to its end, or never will
+        if manifest is None or status is None:  # damaged, or its warm is running or was interrupted
             self.own_bytes += sum(_size(f"{rank.folder}/{name}") for name in rank.files)
             return
         name = manifest.name
-        used_ns, hits = self.used.get(name.flat, (0, 0))
+        used_ns, hits = self.stamps.get(name.flat, (0, 0))
         usage = Usage(hits=hits, last_used=timestamp(used_ns / 1e9) if used_ns else None)
         listing = EntryListing.of(manifest, status[1], usage, artifacts=self.with_artifacts, inodes=entry.artifacts)
         others = [file for file in rank.files if file not in _NAMED_FILES]
@@ -283,39 +286,29 @@ class _Scan:
             )
         self.entries.append(listing)
 
-    def _units(self, folder: str) -> None:
-        """Count what units hold and entries do not."""
-        groups = {f"{folder}/{group}": _names(f"{folder}/{group}") for group in _names(folder)}
-        count = sum(map(len, groups.values()))
-        if count <= _FEW_UNITS or count > len(self.sizes) or any(map(_has_one_name, self.sample)):
-            for unit in (f"{group}/{name}" for group, names in groups.items() for name in names):
-                for child in _listed(unit, in_order=False):
+    def _add_unit_sizes(self, folder: str) -> None:
+        """Count the artifacts that only units hold."""
+        units = [unit.path for group in _scandir(folder) for unit in _scandir(group.path)]
+        few = len(units) <= _MAX_UNITS_ALWAYS_READ
+        if few or len(units) > len(self.sizes) or any(map(_has_one_link, self.sample)):
+            for unit in units:
+                for child in _scandir(unit):
                     if child.name not in _UNIT_RECORDS and child.inode() not in self.sizes:
                         self.sizes[child.inode()] = _size(child.path)
 
 
-def _has_one_name(path: str) -> bool:
+def _has_one_link(path: str) -> bool:
     try:
         return os.lstat(path).st_nlink == 1
     except OSError:
         return False
 
 
-def _listed(folder: str, *, in_order: bool = True) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name; one that is missing, was removed meanwhile or is a file holds nothing."""
+def _scandir(folder: str) -> list[os.DirEntry[str]]:
+    """List a folder in no order; one that is missing, was just removed or is a file is empty."""
     try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=_NAME) if in_order else list(found)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise cache_error(error, Path(folder), doing="read") from error
-
-
-def _names(folder: str) -> list[str]:
-    """The names of what `_listed` lists, in no order."""
-    try:
-        return os.listdir(folder)  # noqa: PTH208 - names alone, of a hundred thousand folders
+        with os.scandir(folder) as children:
+            return list(children)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -329,6 +322,6 @@ def _size(path: str) -> int:
         return 0
 
 
-def _is_strange(name: str) -> bool:
-    """Return whether cgtool writes nothing of that name into an entry's folder."""
+def _is_foreign(name: str) -> bool:
+    """Return whether cgtool never writes a file of this name into an entry's folder."""
     return name not in (KEY_FILE, ARTIFACTS, SIGNATURES) and parse_rank_folder(name) is None and not is_temporary(name)

@@ -111,8 +111,8 @@ def test_an_invalid_filter_sort_field_or_limit_is_a_usage_error(ran):
     assert ran["wrong filter"].code == ran["wrong order"].code == ran["wrong limit"].code == 2
     error = ran["wrong filter"].report["error"]
     assert (error["type"], error["actual"]) == ("UsageError", "siez>1GB")
-    assert error["message"].startswith("'siez>1GB' names no field. Use one of: hash, model, ")
-    assert ran["wrong order"].err.startswith("Error: 'siez' names no field to sort by. Use one of: hash, model, ")
+    assert error["message"].startswith("'siez>1GB' does not name a field. Use one of: hash, model, ")
+    assert ran["wrong order"].err.startswith("Error: 'siez' does not name a field. Use one of: hash, model, ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--filter", "model~llama"], ["--json"]], ids=["all", "filtered", "json"])

@@ -16,7 +16,7 @@ from cgtool.store.layout import CacheLayout
 from cgtool.store.lookup import StateStore
 from cgtool.store.records import Artifact
 from cgtool.store.units import UnitStore
-from cgtool.toolkit import listing as scan_module
+from cgtool.toolkit import listing as listing_module
 from cgtool.toolkit.listing import list_entry, scan
 
 
@@ -24,7 +24,7 @@ def disk_usage(folder: Path) -> int:
     return sum({path.stat().st_ino: path.stat().st_size for path in folder.rglob("*") if path.is_file()}.values())
 
 
-def test_one_artifact_of_many_pieces_is_one_row_for_each_shape(cache_root):
+def test_pieces_that_share_an_artifact_are_one_row_per_shape(cache_root):
     to = writer(cache_root)
     rows = [
         put_row(to, shape=shape, piece=piece, data=f"{shape}-{kind}".encode())
@@ -40,7 +40,7 @@ def test_one_artifact_of_many_pieces_is_one_row_for_each_shape(cache_root):
     ]
 
 
-def test_bytes_that_pieces_ranks_and_units_share_count_once(cache_root):
+def test_bytes_shared_by_pieces_ranks_and_units_count_once(cache_root):
     layout = CacheLayout(root=cache_root)
     data = bytes(50_000)
     units = UnitStore(layout)
@@ -62,7 +62,7 @@ def test_bytes_that_pieces_ranks_and_units_share_count_once(cache_root):
     assert 50_000 < listing.bytes_of(listing.entries[:1]) < listing.bytes_of(listing.entries) < 60_000
 
 
-def test_bytes_that_only_units_or_no_manifest_name_count_too(cache_root):
+def test_bytes_of_units_and_of_unnamed_artifacts_count(cache_root):
     layout = CacheLayout(root=cache_root)
     units = UnitStore(layout)
     name = publish(cache_root)
@@ -73,7 +73,7 @@ def test_bytes_that_only_units_or_no_manifest_name_count_too(cache_root):
     assert scan(cache_root).size_bytes == before + 51_000
 
 
-def test_artifacts_that_were_copied_and_not_linked_count_for_each_copy(cache_root):
+def test_every_copy_of_an_artifact_that_is_not_hard_linked_counts(cache_root):
     layout = CacheLayout(root=cache_root)
     units = UnitStore(layout)
     record = Artifact.of(bytes(50_000), kind="eager", compile_secs=1, kernels=1)
@@ -86,7 +86,7 @@ def test_artifacts_that_were_copied_and_not_linked_count_for_each_copy(cache_roo
     assert 150_000 < scan(cache_root).size_bytes < 160_000
 
 
-def test_each_entry_says_what_it_is_compiled_for_and_what_its_hits_saved(cache_root):
+def test_an_entry_lists_its_shapes_and_the_seconds_its_hits_saved(cache_root):
     to = writer(cache_root)
     rows = [put_row(to, shape=shape, piece=piece, data=b"one") for shape in ("n=8", "general") for piece in (0, 2)]
     rows.append(put_row(to, shape="n=2-4", data=b"other"))
@@ -101,19 +101,19 @@ def test_each_entry_says_what_it_is_compiled_for_and_what_its_hits_saved(cache_r
         assert len(entry.to_json()["artifacts"]) == (3 if artifacts else 0)
 
 
-def test_an_entry_that_cannot_be_listed_hides_no_other(cache_root):
+def test_an_unlistable_entry_does_not_hide_the_others(cache_root):
     layout = CacheLayout(root=cache_root)
     names = [publish(cache_root, level=level) for level in (1, 2)]
     folder = layout.entry_dir(names[0].hash)
     (folder / "artifacts").rename(folder / "elsewhere")
-    (folder / "artifacts").symlink_to(folder / "artifacts")  # goes round in a circle: ELOOP for who lists it
+    (folder / "artifacts").symlink_to(folder / "artifacts")  # a link loop: listing it fails with ELOOP
     listing = scan(cache_root)
     assert {entry.manifest.hash for entry in listing.entries} == {name.hash for name in names}
     assert any(f"{folder}/artifacts is a link" in text for text in listing.warnings)
     assert any("names 1 artifacts that are missing" in text for text in listing.warnings)
 
 
-def test_a_root_that_is_not_there_is_an_error_unless_it_may_be(cache_root, tmp_path):
+def test_a_missing_root_is_an_error_unless_missing_ok(cache_root, tmp_path):
     with pytest.raises(CacheError, match=r"does not exist\. Name the folder of a cache, or warm a model"):
         scan(cache_root)
     assert scan(cache_root, missing_ok=True).entries == ()
@@ -127,7 +127,7 @@ def test_a_folder_without_a_cache_is_empty(tmp_path):
     assert (listing.entries, listing.size_bytes, listing.warnings) == ((), 0, ())
 
 
-def test_junk_torn_and_newer_files_are_warnings_and_hide_nothing(cache_root):
+def test_junk_torn_and_newer_files_are_skipped_with_warnings(cache_root):
     layout = CacheLayout(root=cache_root)
     good, torn, newer = (publish(cache_root, level=level) for level in (1, 2, 3))
     layout.manifest_file(torn).write_bytes(b'{"schema": 1')
@@ -140,13 +140,13 @@ def test_junk_torn_and_newer_files_are_warnings_and_hide_nothing(cache_root):
     (layout.entry_dir(good.hash) / "rank_1" / "backbone").mkdir(parents=True)
     listing = scan(cache_root)
     assert [entry.manifest.hash for entry in listing.entries] == [good.hash]
-    told = "\n".join(listing.warnings)
-    for words in ("junk", ".DS_Store", "ef" * 32, "notes.txt", "is corrupt", "has schema 5"):
-        assert words in told
+    warnings = "\n".join(listing.warnings)
+    for text in ("junk", ".DS_Store", "ef" * 32, "notes.txt", "is corrupt", "has schema 5"):
+        assert text in warnings
     assert len(listing.warnings) == 6
 
 
-def test_missing_artifacts_and_keys_are_told(cache_root):
+def test_missing_artifacts_and_keys_are_warnings(cache_root):
     layout = CacheLayout(root=cache_root)
     name = publish(cache_root)
     next((layout.entry_dir(name.hash) / "artifacts").iterdir()).unlink()
@@ -159,7 +159,7 @@ def test_missing_artifacts_and_keys_are_told(cache_root):
     ]
 
 
-def test_a_scan_reads_no_artifact_and_writes_nothing(cache_root):
+def test_a_scan_opens_manifests_only_and_writes_nothing(cache_root):
     publish(cache_root)
     add_sizes(cache_root, (1, 8))
     code = (
@@ -178,7 +178,7 @@ def test_a_scan_reads_no_artifact_and_writes_nothing(cache_root):
     assert sorted((path, path.stat().st_mtime_ns) for path in cache_root.rglob("*")) == before
 
 
-def test_one_entry_is_listed_as_the_scan_lists_it(cache_root):
+def test_list_entry_equals_the_entry_of_a_scan(cache_root):
     name = publish(cache_root)
     layout = CacheLayout(root=cache_root)
     assert list_entry(layout, name).to_json() == scan(cache_root).entries[0].to_json()
@@ -193,22 +193,21 @@ def test_a_read_only_cache_is_listed(cache_root, read_only):
     assert os.statvfs(cache_root).f_flag & os.ST_RDONLY
 
 
-def test_a_large_cache_looks_into_units_only_where_something_hints_at_more(cache_root, monkeypatch):
-    monkeypatch.setattr("cgtool.toolkit.listing._FEW_UNITS", 0)  # as with 100,000 units
+def test_a_large_cache_reads_unit_folders_only_if_units_may_hold_more(cache_root, monkeypatch):
+    monkeypatch.setattr(listing_module, "_MAX_UNITS_ALWAYS_READ", 0)  # as with 100,000 units
     layout = CacheLayout(root=cache_root)
     make_cache(cache_root, entries=2, artifacts_per_entry=4, artifact_bytes=1000)
-    looked_into = []
-    listed = scan_module._listed
-    monkeypatch.setattr(
-        scan_module, "_listed", lambda folder, **how: (looked_into.append(folder), listed(folder, **how))[1]
-    )
+    read = []
+    scandir = listing_module._scandir
+    monkeypatch.setattr(listing_module, "_scandir", lambda folder: (read.append(folder), scandir(folder))[1])
     before = scan(cache_root).size_bytes
-    assert not [folder for folder in looked_into if folder.count("/units/") and len(Path(folder).name) == 64]
+    assert str(layout.units_dir) in read
+    assert not [folder for folder in read if folder.count("/units/") and len(Path(folder).name) == 64]
     UnitStore(layout).put(UNIT, bytes(50_000), Artifact.of(bytes(50_000), kind="eager", compile_secs=1, kernels=1))
-    assert scan(cache_root).size_bytes == before + 50_000  # there are more units than artifacts
+    assert scan(cache_root).size_bytes == before + 50_000  # more units than artifacts
     shutil.rmtree(layout.unit_dir(UNIT))
     for artifact in layout.base.glob("*/artifacts/*"):
         data = artifact.read_bytes()
         artifact.unlink()
         artifact.write_bytes(data)
-    assert scan(cache_root).size_bytes == before + 8 * 1000  # copies have one name each
+    assert scan(cache_root).size_bytes == before + 8 * 1000  # copies have one link each
