@@ -1,6 +1,6 @@
-"""`check`: run a warmed model as a server would, with traps laid, and say whether it may be served from CUDA graphs.
+"""`check`: run a warmed model as a server would, and report whether it can be served from CUDA graphs.
 
-Prints nothing. Importable without torch: what runs the model is imported as the command runs.
+Prints nothing. Importable without torch, which is imported only when the model runs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What came of a check: what was run and is wrong, what was captured, and why the mode is not the one asked for."""
+    """The result of a check."""
 
+    #: What ran, and the faults it found.
     record: CheckRecord
     captured: CaptureReport
+    #: Why the CUDA-graph mode is not the configured one.
     mode_reasons: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,12 +56,12 @@ class CheckReport:
             ],
             "findings": [
                 {
-                    "fault": one.fault,
-                    "mode": one.mode and one.mode.name,
-                    "num_tokens": one.num_tokens,
-                    "sentence": one.sentence,
+                    "fault": finding.fault,
+                    "mode": finding.mode and finding.mode.name,
+                    "num_tokens": finding.num_tokens,
+                    "sentence": finding.sentence,
                 }
-                for one in record.findings
+                for finding in record.findings
             ],
         }
 
@@ -73,39 +75,38 @@ def check(
     seed: int = 0,
     on_event: OnEvent = ignore,
 ) -> CheckReport:
-    """Load a model from the cache, capture its CUDA graphs, and look for what would go wrong behind a server.
+    """Load a model from the cache, capture its CUDA graphs, and test them for faults that would break serving.
 
     Args:
-        choice: The model, built with real weights; the factory's `ModelSpec` says how it is served.
-        config: How it is served, and where the cache lies. At level 0 the module itself is checked, else the newest
-            entry that fits it.
-        rank: This process's place in a model-parallel group; None takes the environment's word.
+        choice: The model, built with real weights; its `ModelSpec` defines `serving`.
+        config: The serving configuration and the cache directory. At level 0 the module itself is checked, otherwise
+            the newest entry that fits it.
+        rank: This process's rank in a model-parallel group; None takes it from the environment.
         num_rounds: How often each graph is replayed.
-        seed: Fixes batches and their order.
-        on_event: Told of each phase as it goes.
+        seed: Determines the batches and their order.
+        on_event: Called with progress events.
 
     Raises:
-        ModelError: MODEL could not be found or built, or does not say how it is served.
-        CacheMissError: The cache does not serve it: warm it first.
-        UsageError: No graph would be captured; the message says why.
+        ModelError: MODEL cannot be found or built, or its `ModelSpec` has no `serving`.
+        CacheMissError: The cache has no entry for the model: warm it first.
+        UsageError: No graph would be captured; the message gives the reason.
         GraphError: A capture failed.
     """
     spec = choice.build(weights="real", on_event=on_event)
-    # Imports torch: seconds that `--help` and wrong usage need not wait for.
+    # Imported late: torch takes seconds to import, and --help and usage errors do not need it.
     from cgtool.api import load
     from cgtool.serving.check import check_model
 
     if spec.serving is None:
         message = (
-            f"{choice.model} does not say how it is served. Give its ModelSpec "
-            "serving=cgtool.Serving(runner=...), a function that returns a ModelRunner over a KV cache."
+            f"{choice.model} does not define how it is served. Give its ModelSpec "
+            "serving=cgtool.Serving(runner=...), where runner is a function that returns a ModelRunner over a KV cache."
         )
         raise ModelError(message, path=choice.model)
     embeddings = [_embedding(spec, name) for name in spec.serving.token_embeddings]
-    compiles = config.effective_level != CompilationLevel.NO_COMPILATION
     model = spec.module
-    if compiles:  # the newest entry that fits, however it was compiled
-        model = load(
+    if config.effective_level != CompilationLevel.NO_COMPILATION:
+        model = load(  # the newest entry that fits, whatever its configuration
             spec.module,
             cache_dir=config.cache_dir or None,
             prefix=spec.prefix,
@@ -114,7 +115,7 @@ def check(
         )
     runner: ModelRunner = spec.serving.runner(model, config)
     if not list(runner.dispatcher.keys()):
-        reasons = " ".join(runner.mode_reasons) or "The configuration asks for none."
+        reasons = " ".join(runner.mode_reasons) or "The configuration captures none."
         message = f"No CUDA graph would be captured, so there is nothing to check. {reasons}"
         raise UsageError(message, path="cudagraph_mode", actual=runner.dispatcher.mode.name)
     captured = runner.capture(on_event=on_event)
@@ -131,12 +132,12 @@ def check(
 
 def _embedding(spec: ModelSpec, name: str) -> Any:
     modules = dict(spec.module.named_modules())
-    found = modules.get(name)
-    if not hasattr(found, "num_embeddings"):
+    embedding = modules.get(name)
+    if not hasattr(embedding, "num_embeddings"):
         known = [path for path, module in modules.items() if hasattr(module, "num_embeddings")]
         message = (
-            f"{name!r} is no embedding of the model; those it has: {', '.join(known) or 'none'}. Name those that turn "
-            "token ids into rows in Serving(token_embeddings=...)."
+            f"{name!r} is not an embedding of the model; its embeddings: {', '.join(known) or 'none'}. Name the "
+            "embeddings of token ids in Serving(token_embeddings=...)."
         )
         raise ModelError(message, path=name, expected=known)
-    return found
+    return embedding

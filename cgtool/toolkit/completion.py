@@ -1,10 +1,10 @@
-"""`completion`: what a shell must be told to complete cgtool's commands, and where it looks for that. Prints nothing.
+"""`completion`: the script that completes cgtool's commands in a shell. Prints nothing; importable without torch.
 
-Importable without torch. Files that `install` writes, each for one user:
+Files that `install` writes for the current user:
 
-    bash  <data home>/bash-completion/completions/cgtool     found by bash-completion when `cgtool` is typed first
-    fish  <configuration home>/fish/completions/cgtool.fish  found by fish itself
-    zsh   ~/.zfunc/_cgtool                                   and a marked block in ~/.zshrc that puts ~/.zfunc on fpath
+    bash  <data home>/bash-completion/completions/cgtool     loaded by bash-completion on first use of `cgtool`
+    fish  <configuration home>/fish/completions/cgtool.fish  loaded by fish
+    zsh   ~/.zfunc/_cgtool                                   and a marked block in ~/.zshrc that adds ~/.zfunc to fpath
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ autoload -Uz compinit && compinit
 
 
 class CompletionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What completes cgtool's commands in a shell; its fields are what `completion --json` prints."""
+    """The completion script of a shell; the fields are the document that `completion --json` prints."""
 
     schema: int = 1
     shell: Shell
     script: str
-    #: The files that were written or changed; empty where the script was only asked for.
+    #: Files written or changed by `install`.
     written: tuple[Path, ...] = ()
 
 
 @os_errors_as_cache_errors(doing="written")
 def completion(script_of: Callable[[Shell], str], *, shell: Shell | None, install: bool = False) -> CompletionReport:
-    """Return a shell's script, and put it where the shell finds it if that is asked for.
+    """Return a shell's completion script, and optionally install it.
 
     Args:
-        script_of: Returns a shell's script, as click writes it.
-        shell: Which shell; None means the user's own, by SHELL.
-        install: Whether to write it to where the shell looks.
+        script_of: Generates the script of a shell.
+        shell: The shell; None means the user's own, from SHELL.
+        install: Whether to write the script to where the shell finds it.
 
     Raises:
-        UsageError: No shell was named, and SHELL names none of those that are known.
+        UsageError: No shell is given, and SHELL is unset or names an unsupported one.
         CacheError: A file cannot be written.
     """
     chosen = shell or _users_shell()
@@ -63,12 +63,12 @@ def _users_shell() -> Shell:
     for shell in SHELLS:
         if name == shell:
             return shell
-    said = f"SHELL names {name!r}" if name else "SHELL is not set"
-    raise UsageError(f"{said}, so say which shell is meant: {', '.join(SHELLS)}.", expected=SHELLS, actual=name)
+    problem = f"SHELL is {name!r}, which is not supported" if name else "SHELL is not set"
+    raise UsageError(f"{problem}. Name one of: {', '.join(SHELLS)}.", expected=SHELLS, actual=name)
 
 
 def _install(shell: Shell, script: str) -> tuple[Path, ...]:
-    import platformdirs  # milliseconds, and only for who installs
+    import platformdirs  # takes milliseconds to import, and only --install needs it
 
     home = Path.home()
     if shell == "bash":
@@ -80,8 +80,8 @@ def _install(shell: Shell, script: str) -> tuple[Path, ...]:
     write_atomic(path, script.encode())
     if shell != "zsh":
         return (path,)
-    # zsh looks into no folder of the user's own: one block in its start-up file, written once
-    zshrc = (home / ".zshrc").resolve()  # people keep theirs elsewhere, behind a link
+    # zsh searches no folder of the user's by default, so add one in its start-up file, once.
+    zshrc = (home / ".zshrc").resolve()  # often a link into a dotfiles repository
     if zshrc.exists() and _MARK in zshrc.read_text(encoding="utf-8", errors="replace"):
         return (path,)
     with zshrc.open("a", encoding="utf-8") as file:

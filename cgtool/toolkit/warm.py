@@ -1,7 +1,6 @@
-"""`warm`: compile a model into the cache before it is served, or say whether that is still to be done.
+"""`warm`: compile a model into the cache before it is served, or check whether that has been done.
 
-Owns what came of it (`WarmReport`). Prints nothing. Importable without torch: the pipeline, which needs it, is imported
-as the command runs.
+Prints nothing. Importable without torch: the pipeline, which needs it, is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from cgtool.compiler.ranks import Ranks
 
 SCHEMA = 2
-#: Dynamic batches and lengths make four variants.
+#: A model with dynamic batch and length has four variants.
 _EARLY_TRACERS = 4
 
 
 class RankSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What came of one rank of several."""
+    """The result of one of several ranks."""
 
     rank: int
     hit: bool
@@ -47,43 +46,43 @@ class RankSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @classmethod
     def of(cls, rank: int, report: WarmReport) -> RankSummary:
-        """Return what a rank's report comes to."""
+        """Summarize the report of a rank."""
         return cls(rank=rank, hit=report.hit, compiled=report.compiled, reused=report.reused, notes=tuple(report.notes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmReport:
-    """What came of a warm."""
+    """The result of a warm."""
 
-    #: The entry as `inspect cache --json` prints it; None where a check found none.
+    #: The entry as `inspect cache --json` prints it; None if a check found none.
     entry: Mapping[str, Any] | None = None
     root: str
-    #: Whether the cache already held all of it.
+    #: Whether the cache already held everything.
     hit: bool = False
     compiled: int = 0
     reused: int = 0
     trace_secs: float = 0.0
     compile_secs: float = 0.0
-    #: Why the cache does not serve the model, the most telling first; empty where it does.
+    #: Why the model misses, the most relevant first; empty for a hit.
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    #: For each variant the sizes at which a whole call gave what the model itself gives (`proved_at`), or why there are
-    #: none (`proof_gap`).
+    #: For each variant, the sizes at which a whole call was proved equal to the model (`proved_at`), or why none was
+    #: (`proof_gap`).
     variants_proved: tuple[Mapping[str, Any], ...] = ()
-    #: A summary of each rank, where several were warmed together.
+    #: A summary of each rank, if several were warmed together.
     ranks: tuple[RankSummary, ...] = ()
-    #: A shell line that loads the model from this entry and calls it once.
+    #: A shell command that loads the model from this entry and calls it once.
     start: str
     #: The Python expression that loads a module from this entry.
     load_call: str
 
     @property
     def is_warm(self) -> bool:
-        """Whether the cache already held all of it, for every rank."""
+        """Whether the cache already held everything, for every rank."""
         return self.hit and all(rank.hit for rank in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `warm --json` prints: the entry and what this run did."""
+        """Return the document that `warm --json` prints: the entry and the result of this run."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del own["entry"], own["load_call"]
         return {"schema": SCHEMA, "root": self.root, **(self.entry or {}), **own}
@@ -100,46 +99,48 @@ def warm(
     in_children: bool = True,
     on_event: OnEvent = ignore,
 ) -> WarmReport:
-    """Compile what the cache lacks of a model, or only look whether it lacks anything.
+    """Compile the parts of a model that the cache does not hold, or only check whether there are any.
 
     Args:
         choice: The model.
-        config: What to compile and how.
+        config: The compilation configuration.
         cache_dir: The cache's root; None means the configured or the user's own.
-        rank: This process's place in a model-parallel group; None takes the environment's word.
-        check: Only say what is missing; nothing is compiled or written.
-        ranks: Those that a launcher started to warm this model together.
-        in_children: Whether other processes can build this model too, and trace it.
-        on_event: Told of each phase as it goes.
+        rank: This process's rank in a model-parallel group; None takes it from the environment.
+        check: Only report what is missing; nothing is compiled or written.
+        ranks: The ranks that a launcher started to warm this model together.
+        in_children: Whether child processes can build and trace this model.
+        on_event: Called with progress events.
 
     Raises:
-        UsageError: The cache is switched off.
-        RemoteError: A store that is required fails.
-        ModelError: MODEL could not be found or built.
-        CgtoolError: Whatever the pipeline could not do.
+        UsageError: The cache is disabled.
+        RemoteError: A required store failed.
+        ModelError: MODEL cannot be found or built.
+        CgtoolError: The pipeline failed.
     """
     require_cache(config)
-    given = cache_dir if cache_dir is not None else config.cache_dir or None
-    root = resolve_root(given)
+    explicit = cache_dir if cache_dir is not None else config.cache_dir or None
+    root = resolve_root(explicit)
     rank = environment().rank if rank is None else rank
-    # What no cache and no store can hold is going to be traced.
+    # An empty cache without a remote store cannot hit, so the model will be traced.
     is_cold = not (check or config.remote or CacheLayout(root=root).hashes())
-    with _tracers(choice, config, starts=is_cold) if in_children else contextlib.nullcontext() as tracers:
+    with _tracers(choice, config, start_early=is_cold) if in_children else contextlib.nullcontext() as tracers:
         spec = choice.build(on_event=on_event)
-        # Imports Dynamo and Inductor: seconds that a MODEL which is not there need not wait for.
+        # Imported late: Dynamo and Inductor take seconds to import, and errors in MODEL should be reported before.
         from cgtool.compiler.pipeline import warm as run_pipeline
 
-        # The environment's word needs no repeating: `cgtool.load` hears it too.
-        is_named = given is not None and str(given) != environment().cache_dir
-        place = {
-            "cache_dir": str(given) if is_named else None,
+        # `cgtool.load` reads the environment too, so its cache directory need not be repeated.
+        is_named = explicit is not None and str(explicit) != environment().cache_dir
+        location = {
+            "cache_dir": str(explicit) if is_named else None,
             "rank": rank or None,
             "prefix": None if spec.prefix == DEFAULT_PREFIX else spec.prefix,
         }
-        decodes = choice.model.startswith("hf:") and "cache" in choice.factory_args
-        # What was built is the model's decode step, and a program has the model.
-        for_model = {**place, "prefix": choice.prefix, "cache": choice.factory_args["cache"]} if decodes else place
-        lines: dict[str, Any] = {"start": start_line(choice, place), "load_call": load_call("module", for_model)}
+        is_decode_step = choice.model.startswith("hf:") and "cache" in choice.factory_args
+        # `spec` holds the model's decode step, but `cgtool.load` takes the model itself.
+        load_args = location
+        if is_decode_step:
+            load_args = {**location, "prefix": choice.prefix, "cache": choice.factory_args["cache"]}
+        lines: dict[str, Any] = {"start": start_line(choice, location), "load_call": load_call("module", load_args)}
         try:
             result = run_pipeline(
                 spec,
@@ -175,21 +176,21 @@ def warm(
 
 
 @contextlib.contextmanager
-def _tracers(choice: ModelChoice, config: CompilationConfig, *, starts: bool) -> Iterator[Children | None]:
-    """Yield children that build the model too, if the machine bears any; `starts` starts them before they are asked."""
+def _tracers(choice: ModelChoice, config: CompilationConfig, *, start_early: bool) -> Iterator[Children | None]:
+    """Yield child processes that build the model and trace it, if the machine has resources for any."""
     count = tracing_jobs(config.jobs)
-    if count < 1 or choice.weights == "real":  # each would hold real weights once more
+    if count < 1 or choice.weights == "real":  # each child would hold a copy of the weights
         yield None
         return
     with Children("cgtool.toolkit.warm:trace_variants", limit=count, setup=choice) as children:
-        if starts:
-            with contextlib.suppress(OSError):  # what cannot be started is found again, and told, where it is needed
+        if start_early:
+            with contextlib.suppress(OSError):  # starting them when they are needed reports the error
                 children.start(_EARLY_TRACERS)
         yield children
 
 
 def trace_variants(channel: Channel) -> None:
-    """Build the model and trace variants of it; the program of a child."""
+    """Build the model and trace its variants; the main function of a child process."""
     spec = channel.setup(ModelChoice).build()
     from cgtool.compiler.tracers import serve_traces  # Dynamo
 
@@ -197,10 +198,10 @@ def trace_variants(channel: Channel) -> None:
 
 
 def _push(name: RankName, config: CompilationConfig, root: Path, on_event: OnEvent) -> None:
-    """Hand what was made on to the stores that were named."""
+    """Push the entry to the configured remote stores."""
     if not config.remote or config.remote_readonly:
         return
-    from cgtool.remote.remotes import Remotes  # what only a push needs
+    from cgtool.remote.remotes import Remotes  # only a push needs these
     from cgtool.threads import in_parallel
     from cgtool.toolkit.remote import sending_threads
 

@@ -1,7 +1,6 @@
-"""`why`: would a model hit here, and if not, which entry is nearest and what keeps it from serving.
+"""`why`: whether a model would hit, and if not, which entry is nearest and why it does not match.
 
-Owns the answer (`WhyReport`). Prints nothing. Importable without torch: building the model needs it, and is imported as
-the command runs.
+Prints nothing. Importable without torch, which is imported only when the model is built.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ from cgtool.toolkit.model_choice import ModelChoice, require_cache
 
 SCHEMA = 1
 
-#: A layer's number within a name: "layers.0.eps".
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.[A-Za-z_])")
+#: A layer's index within a name: "layers.0.eps".
+_LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.[A-Za-z_])")
 
 
 class EntryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What people want to know of an entry; times are in UTC, and the model's name is None where none can be read."""
+    """Facts about an entry for display; times are in UTC."""
 
     hash: str
     rank: int
     prefix: str
+    #: None, like `created`, if the manifest cannot be read.
     model: str | None
     created: str | None
     last_used: str | None
@@ -49,29 +49,29 @@ class EntryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why an entry does not serve the model."""
+    """Why an entry does not match the model."""
 
-    #: For people; holds words of models and caches as they stand.
+    #: May hold text from the model or the cache, not sanitized for a terminal.
     sentence: str
-    #: More lines: what changed in a file, what else changed alike.
+    #: More lines: the changes in a file, or the reasons that are alike.
     detail: tuple[str, ...] = ()
 
 
 class WhyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a model would hit, and why not; its fields are the document that `why --json` prints."""
+    """Whether a model would hit, and why not; the fields are the document that `why --json` prints."""
 
     schema: int = SCHEMA
     root: str
     hit: bool
-    #: The entry that serves the model; None for a miss.
+    #: The matching entry; None for a miss.
     entry: EntryFacts | None = None
-    #: Of a miss, the entry that needs the fewest changes; None where there is none of this model.
+    #: For a miss, the entry with the fewest differences; None if the cache has no entry of this model.
     nearest: EntryFacts | None = None
-    #: Why `nearest` does not serve it, the guilty first; empty for a hit.
+    #: Why `nearest` does not match, the root cause first; empty for a hit.
     reasons: tuple[Reason, ...] = ()
-    #: The shell line that mends a miss; "" for a hit, and where the model was given as an object.
+    #: The shell command that fixes a miss; "" for a hit, and if the model was passed as an object.
     run: str = ""
-    #: Of a miss, entries of this very model that prunes removed; None where they removed none.
+    #: For a miss, the entries of this model that `prune` removed; None if there are none.
     pruned: Pruned | None = None
 
 
@@ -83,21 +83,21 @@ def why(
     arguments: Sequence[str] = (),
     on_event: OnEvent = ignore,
 ) -> WhyReport:
-    """Say whether the cache serves a model, and if not, why; compiles and writes nothing.
+    """Report whether a model would hit, and if not, why; compiles and writes nothing.
 
     Args:
         choice: The model.
-        config: What is to be compiled and how, and where the cache lies.
-        rank: This process's place in a model-parallel group; None takes the environment's word.
-        arguments: MODEL and the options as `cgtool warm` would take them, for the line that mends a miss.
-        on_event: Told of each phase as it goes.
+        config: The compilation configuration and the cache directory.
+        rank: This process's rank in a model-parallel group; None takes it from the environment.
+        arguments: MODEL and options of the `cgtool warm` command that fixes a miss.
+        on_event: Called with progress events.
 
     Returns:
-        The entry that serves it, or the nearest one and what keeps it from that.
+        The matching entry, or the nearest one and why it does not match.
 
     Raises:
-        UsageError: The cache is switched off.
-        ModelError: MODEL could not be found or built.
+        UsageError: The cache is disabled.
+        ModelError: MODEL cannot be found or built.
         CacheError: The cache cannot be read.
     """
     require_cache(config)
@@ -108,17 +108,17 @@ def why(
 def why_spec(
     spec: ModelSpec, *, config: CompilationConfig, cache_dir: Path | None = None, rank: int | None = None
 ) -> WhyReport:
-    """Say whether the cache serves a model that is built already; see `why`."""
-    # Imports torch: seconds that `--help` and wrong usage need not wait for.
+    """Report whether a model that is already built would hit; see `why`."""
+    # Imported late: torch takes seconds to import, and --help and usage errors do not need it.
     from cgtool.compiler.pipeline import warm
     from cgtool.runtime.factors import Live
 
     layout = CacheLayout.at(cache_dir if cache_dir is not None else config.cache_dir or None)
-    place = environment().rank if rank is None else rank
+    rank = environment().rank if rank is None else rank
     try:
-        result = warm(spec, config=config, cache_dir=layout.root, rank=place, check=True)
+        result = warm(spec, config=config, cache_dir=layout.root, rank=rank, check=True)
     except CacheMissError as miss:
-        nearest = None if miss.nearest is None else RankName(hash=miss.nearest, rank=place, prefix=spec.prefix)
+        nearest = None if miss.nearest is None else RankName(hash=miss.nearest, rank=rank, prefix=spec.prefix)
         return WhyReport(
             root=str(layout.root),
             hit=False,
@@ -126,8 +126,7 @@ def why_spec(
             reasons=_reasons(miss.reasons or (str(miss),), EntrySide(layout, nearest.hash) if nearest else None),
             pruned=pruned(layout, Live.of(spec.module).lookup),
         )
-    entry = _facts(layout, result.manifest.name)
-    return WhyReport(root=str(layout.root), hit=True, entry=entry)
+    return WhyReport(root=str(layout.root), hit=True, entry=_facts(layout, result.manifest.name))
 
 
 def _facts(layout: CacheLayout, name: RankName) -> EntryFacts:
@@ -135,47 +134,47 @@ def _facts(layout: CacheLayout, name: RankName) -> EntryFacts:
     try:
         manifest = read_manifest(layout, name)
     except CacheError:
-        manifest = None  # a reason says what is wrong with it
+        manifest = None  # one of the reasons reports the error
     model, created = (None, None) if manifest is None else (manifest.model, manifest.created)
     return EntryFacts(**asdict(name), model=model, created=created, last_used=usage.last_used, hits=usage.hits)
 
 
 def _reasons(sentences: Sequence[str], nearest: EntrySide | None) -> tuple[Reason, ...]:
-    """Return reasons with the lines of files that changed, those told once that say the same of several layers."""
-    known = _of_files(nearest) if nearest is not None else {}
-    # The adaptor says whether Inductor is used.
+    """Add changed source lines to the reasons, and merge those that differ only in the layer."""
+    source_reasons = _source_reasons(nearest) if nearest is not None else {}
+    # `use_inductor` follows from the adaptor.
     names_adaptor = any(sentence.startswith("config.adaptor ") for sentence in sentences)
     groups: dict[str, list[str]] = {}
     for sentence in sentences:
         if not (names_adaptor and sentence.startswith("config.use_inductor ")):
-            groups.setdefault(_LAYER.sub("#", sentence), []).append(sentence)
+            groups.setdefault(_LAYER_INDEX.sub("#", sentence), []).append(sentence)
     return tuple(
-        known.get(first) or Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
+        source_reasons.get(first) or Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
         for first, *others in groups.values()
     )
 
 
-def _of_files(nearest: EntrySide) -> dict[str, Reason]:
-    """Return the reasons that source files are, with their lines, by the sentence without them."""
+def _source_reasons(nearest: EntrySide) -> dict[str, Reason]:
+    """Map each sentence about a changed source file to a reason that names the changed lines."""
     try:
         stored = nearest.key.value("sources") or {}
     except CacheError:
         return {}
-    found = {}
+    reasons = {}
     for difference in difference_between("sources", stored, source_digests(stored)):
         module = difference.path.removeprefix("sources.")
-        text = _text_now(module)
+        text = _source_text(module)
         if text is not None and module in stored:
             changed = with_lines(
                 Difference(what="source", path=difference.path, old=difference.old, new=difference.new, sentence=""),
                 in_file_now(module, nearest.lines, text),
             )
-            found[difference.sentence] = Reason(changed.sentence, changed.detail)
-    return found
+            reasons[difference.sentence] = Reason(changed.sentence, changed.detail)
+    return reasons
 
 
-def _text_now(module: str) -> str | None:
-    """Return the file of a module as it is on the disk; None where the module is not imported or has no such file."""
+def _source_text(module: str) -> str | None:
+    """Read the source file of a module; None if the module is not imported or its file cannot be read."""
     file = getattr(sys.modules.get(module), "__file__", None)
     try:
         return None if file is None else Path(file).read_text(encoding="utf-8", errors="replace")

@@ -86,10 +86,10 @@ def test_a_fault_is_reported_with_its_graph_and_exit_code_3(check, root, fault, 
         (
             ("--cudagraph-mode", "NONE"),
             2,
-            "No CUDA graph would be captured, so there is nothing to check. The configuration asks for none.",
+            "No CUDA graph would be captured, so there is nothing to check. The configuration captures none.",
         ),
         (("--arg", "fault=no graphs"), 2, "the device has no CUDA graphs"),
-        (("--arg", "embedding=embed"), 1, "'embed' is no embedding of the model; those it has: embed_tokens"),
+        (("--arg", "embedding=embed"), 1, "'embed' is not an embedding of the model; its embeddings: embed_tokens"),
         (("--cudagraph-mode", "SOME"), 2, "cudagraph_mode"),
     ],
 )
@@ -105,4 +105,4 @@ def test_a_model_that_was_not_warmed_or_has_no_serving_description_is_an_error(c
     assert "Warm it first" in ran.err
     ran = check(tmp_path / "empty", model=FIXTURE)
     assert ran.code == 1
-    assert "does not say how it is served" in ran.err
+    assert "does not define how it is served" in ran.err

@@ -39,10 +39,10 @@ def test_the_script_is_printed(shell):
 
 def test_the_default_is_the_users_shell():
     assert run("completion", env={"SHELL": "/usr/bin/fish"}).out == run("completion", "fish").out
-    for shell, message in (("/bin/tcsh", "SHELL names 'tcsh'"), ("", "SHELL is not set")):
-        ran = run("completion", env={"SHELL": shell})
+    for value, problem in (("/bin/tcsh", "SHELL is 'tcsh', which is not supported"), ("", "SHELL is not set")):
+        ran = run("completion", env={"SHELL": value})
         assert ran.code == 2
-        assert f"{message}, so say which shell is meant: bash, zsh, fish." in ran.err
+        assert f"{problem}. Name one of: bash, zsh, fish." in ran.err
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def hole(piece: int, shape: str, *, rank: int = 0, prefix: str = "backbone", var
 
 
 def covered(coverage: Coverage) -> set[tuple[int, str]]:
-    """(index of a place, shape) of everything that is served."""
+    """Return (index of the place, shape) of everything that is served."""
     return {
         (number, shape_text(shape))
         for number, place in enumerate(coverage.places)
@@ -72,7 +72,7 @@ def covered(coverage: Coverage) -> set[tuple[int, str]]:
     }
 
 
-def test_a_whole_entry_has_every_piece_for_every_shape_and_no_hole():
+def test_a_complete_entry_has_every_piece_for_every_shape():
     coverage = entry_coverage(
         [full("num_tokens=8", "general", "num_tokens=2-4", rank=1), full("general", "num_tokens=2-4", "num_tokens=8")]
     )
@@ -86,30 +86,30 @@ def test_a_whole_entry_has_every_piece_for_every_shape_and_no_hole():
     }
 
 
-def test_a_piece_without_any_row_is_known_by_another_rank_of_the_same_counts():
+def test_a_piece_without_rows_is_known_from_another_rank_with_the_same_counts():
     coverage = entry_coverage([full("general"), full("general", rank=1, but=((4, "general"),))])
     assert coverage.holes == (hole(4, "general", rank=1),)
     assert coverage.places[5].adaptor == ""
     assert coverage.unknown == ()
 
 
-def test_ranks_whose_counts_differ_lend_each_other_no_pieces_and_yet_shapes():
+def test_ranks_with_different_counts_share_shapes_but_not_pieces():
     longer = replace(COUNTS, pieces=7, splitting_pieces=3)
     last = manifest(*[row(piece) for piece in (0, 2, 4, 6)], rank=1, variants=(longer,))
     coverage = entry_coverage([full("general", "num_tokens=8"), last])
     assert coverage.holes == tuple(hole(piece, "num_tokens=8", rank=1) for piece in (0, 2, 4, 6))
 
 
-def test_pieces_that_no_row_names_are_counted_and_with_the_plan_named():
+def test_pieces_without_rows_are_counted_and_named_if_there_is_a_plan():
     one = full("general", but=((2, "general"),))
     assert entry_coverage([one]).unknown == (UnknownPieces(rank=0, prefix="backbone", variant=0, count=1),)
     assert not entry_coverage([one]).is_whole
     plans = {one.name: (frozenset(PIECES),)}
-    told = entry_coverage([one], plans=plans)
-    assert (told.holes, told.unknown) == ((hole(2, "general"),), ())
+    coverage = entry_coverage([one], plans=plans)
+    assert (coverage.holes, coverage.unknown) == ((hole(2, "general"),), ())
 
 
-def test_a_variant_is_not_asked_for_the_shapes_of_another():
+def test_a_variant_does_not_need_the_shapes_of_another():
     rows = [row(piece, shape) for piece in PIECES for shape in ("general", "num_tokens=8")]
     rows += [row(piece, "num_tokens=1", variant=1) for piece in PIECES]
     coverage = entry_coverage([manifest(*rows, variants=(COUNTS, DECODE))])
@@ -118,7 +118,7 @@ def test_a_variant_is_not_asked_for_the_shapes_of_another():
     assert len(covered(coverage)) == 9
 
 
-def test_a_variant_without_any_row_is_missed_with_its_plan():
+def test_a_variant_without_rows_is_a_hole_if_there_is_a_plan():
     rows = [row(piece) for piece in PIECES]
     one = manifest(*rows, variants=(COUNTS, DECODE))
     assert entry_coverage([one]).unknown == (UnknownPieces(rank=0, prefix="backbone", variant=1, count=3),)
@@ -126,7 +126,7 @@ def test_a_variant_without_any_row_is_missed_with_its_plan():
     assert entry_coverage([one], plans=plans).holes == tuple(hole(piece, "num_tokens=1", variant=1) for piece in PIECES)
 
 
-def test_a_piece_that_runs_as_it_stands_serves_every_shape():
+def test_an_eager_fallback_serves_every_shape():
     rows = [row(piece, shape) for piece in (0, 4) for shape in ("general", "num_tokens=8")] + [row(2, adaptor="eager")]
     coverage = entry_coverage([manifest(*rows, fallbacks=(fallback(2),))])
     assert coverage.is_whole
@@ -135,20 +135,20 @@ def test_a_piece_that_runs_as_it_stands_serves_every_shape():
     assert (1, "num_tokens=8") in covered(coverage)
 
 
-def test_a_piece_that_should_run_as_it_stands_needs_its_one_artifact():
+def test_an_eager_fallback_needs_its_one_artifact():
     rows = [row(piece, shape) for piece in (0, 4) for shape in ("general", "num_tokens=8")]
     coverage = entry_coverage([manifest(*rows, fallbacks=(fallback(2),))])
     assert coverage.holes == (hole(2, "general"),)
     assert not coverage.places[1].serves_all
 
 
-def test_where_eager_was_asked_for_each_shape_has_its_artifact():
+def test_an_entry_of_the_eager_adaptor_needs_an_artifact_per_shape():
     rows = [row(piece, adaptor="eager") for piece in PIECES] + [row(0, "num_tokens=8", adaptor="eager")]
     coverage = entry_coverage([manifest(*rows, adaptor="eager", fallbacks=(fallback(2),))])
     assert coverage.holes == (hole(2, "num_tokens=8"), hole(4, "num_tokens=8"))
 
 
-def test_a_size_served_by_another_adaptor_is_no_hole():
+def test_a_size_served_by_another_adaptor_is_not_a_hole():
     rows = [row(piece) for piece in PIECES] + [
         row(0, "num_tokens=8"),
         row(2, "num_tokens=8", adaptor="inductor_standalone"),
@@ -161,20 +161,20 @@ def test_a_size_served_by_another_adaptor_is_no_hole():
     assert coverage.places[1].adaptor == "aot_inductor"
 
 
-def test_prefixes_do_not_ask_each_other_for_anything():
+def test_a_prefix_does_not_need_the_shapes_of_another():
     head = manifest(row(0), prefix="eagle_head", variants=(replace(COUNTS, pieces=1, splitting_pieces=0),))
     coverage = entry_coverage([full("general", "num_tokens=8"), head])
     assert coverage.is_whole
     assert coverage.places[3].prefix == "eagle_head"
 
 
-def test_shapes_by_dimension_are_told_apart():
+def test_shapes_with_several_dimensions_are_distinguished():
     shapes = ("general", "batch=1:seq=8", "batch=8:seq=1")
     coverage = entry_coverage([full(*shapes, but=((4, shapes[2]),))])
     assert coverage.holes == (hole(4, shapes[2]),)
 
 
-def test_manifests_of_two_entries_or_one_twice_are_refused():
+def test_duplicate_manifests_and_manifests_of_two_entries_are_refused():
     with pytest.raises(ValueError, match="Give each manifest of one entry once"):
         entry_coverage([full("general"), full("general")])
     with pytest.raises(ValueError, match="Give each manifest of one entry once"):
@@ -190,7 +190,7 @@ CELLS = [
 
 
 @given(st.sets(st.sampled_from(CELLS)))
-def test_with_a_plan_what_was_taken_away_is_what_is_missed(gone: set[tuple[int, int, str]]):
+def test_with_a_plan_the_holes_are_exactly_the_removed_rows(gone: set[tuple[int, int, str]]):
     ranks = [
         manifest(
             *[row(piece, shape) for at, piece, shape in CELLS if at == rank and (at, piece, shape) not in gone],
@@ -201,6 +201,6 @@ def test_with_a_plan_what_was_taken_away_is_what_is_missed(gone: set[tuple[int, 
     plans = {one.name: (frozenset(PIECES),) for one in ranks}
     coverage = entry_coverage(ranks, plans=plans)
     left = {shape for rank, piece, shape in CELLS if (rank, piece, shape) not in gone} | {"general"}
-    missed = {(found.rank, found.piece_index, shape_text(found.shape)) for found in coverage.holes}
-    assert missed == {(rank, piece, shape) for rank, piece, shape in gone if shape in left}
+    holes = {(hole.rank, hole.piece_index, shape_text(hole.shape)) for hole in coverage.holes}
+    assert holes == {(rank, piece, shape) for rank, piece, shape in gone if shape in left}
     assert len(covered(coverage)) + len(coverage.holes) == 6 * len(left)

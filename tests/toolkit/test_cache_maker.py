@@ -1,4 +1,4 @@
-"""The maker of large caches lays what the real writers lay: everything that reads a cache is at home in it."""
+"""`cache_maker` writes the same files as the real writers, so that every reader accepts its caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}|units/[0-9a-f]{2}")
 
 
 def shape_of_tree(root: Path) -> set[str]:
-    """The relative paths of all files with their digests left out, and their modes."""
+    """The relative paths of all files, without digests, and their modes."""
     return {
         f"{DIGEST.sub('*', str(path.relative_to(root)))} {path.stat().st_mode:o}"
         for path in root.rglob("*")
@@ -26,7 +26,7 @@ def shape_of_tree(root: Path) -> set[str]:
     }
 
 
-def test_a_made_entry_reads_as_a_published_one_and_lies_as_one(cache_root, tmp_path):
+def test_a_made_entry_equals_a_published_one_file_by_file(cache_root, tmp_path):
     (name,) = make_cache(cache_root, entries=1, artifacts_per_entry=6)
     layout = CacheLayout(root=cache_root)
     entry = read_entry(layout, name, files=RANK_FILES)
@@ -55,7 +55,7 @@ def test_a_made_entry_reads_as_a_published_one_and_lies_as_one(cache_root, tmp_p
     assert layout.key_file(name.hash).read_bytes() == again.key_file(name.hash).read_bytes()
 
 
-def test_a_made_cache_has_no_warning_and_every_artifact_is_one_file_with_its_unit(cache_root):
+def test_a_made_cache_has_no_warnings_and_links_artifacts_to_units(cache_root):
     names = make_cache(cache_root, entries=4, artifacts_per_entry=50, ranks=2, layers=6)
     layout = CacheLayout(root=cache_root)
     listing = scan(cache_root)

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from cgtool.errors import CacheError
 from cgtool.store.compiled_code import read_native
-from cgtool.toolkit.contents import Contents, Source, contents_of, named_kernels
+from cgtool.toolkit.contents import Contents, Source, contents_of, inductor_kernels
 from cgtool.toolkit.foreign.formats import read_structure
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
 from cgtool.toolkit.foreign.tree import File, Tree, shown
@@ -84,7 +84,7 @@ def _of_file(name: str, data: bytes, warnings: list[str]) -> Contents:
         if len(data) > _MOST_TEXT_BYTES:
             warnings.append(f"{shown(name)} has {len(data)} bytes, of which the first {_MOST_TEXT_BYTES} are shown.")
         text = data[:_MOST_TEXT_BYTES].decode("utf-8", "backslashreplace")
-        kernels = named_kernels(text) if language == "python" else ()
+        kernels = inductor_kernels(text) if language == "python" else ()
         source = Source(language=language, text=text)
         return Contents(size_bytes=len(data), kernels=kernels, target={}, sources=(source,))
     if data.startswith(_ELF):
