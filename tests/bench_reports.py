@@ -43,7 +43,7 @@ class Bench:
 
 
 def filled():
-    """A bench in which eager is ready in 1 s, a warm torch.compile in 6 s, and cgtool was refused."""
+    """Return a bench in which eager is ready in 1 s, a warm torch.compile in 6 s, and cgtool failed."""
     bench = Bench()
     for number in range(7):
         noise = 1 + number / 10

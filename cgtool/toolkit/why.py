@@ -149,7 +149,8 @@ def _reasons(sentences: Sequence[str], nearest: EntrySide | None) -> tuple[Reaso
         if not (names_adaptor and sentence.startswith("config.use_inductor ")):
             groups.setdefault(_LAYER_INDEX.sub("#", sentence), []).append(sentence)
     return tuple(
-        source_reasons.get(first) or Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
+        source_reasons.get(first)
+        or Reason(first + (f" (and {len(others)} more like it)" if others else ""), tuple(others))
         for first, *others in groups.values()
     )
 

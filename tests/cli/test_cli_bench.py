@@ -198,7 +198,7 @@ def test_a_kept_folder_serves_only_the_same_model(benched, tmp_path):
     keep = benched[1] / "keep"
     other = bench(*KEPT, keep, "--arg", "draw_on_device=true", tmp=tmp_path / "tmp")
     assert other.code == 2
-    assert f"{keep} was prepared for another model. Give --keep another folder." in other.err
+    assert f"{keep} was prepared with a different model. Give --keep another folder." in other.err
     strange = tmp_path / "strange"
     strange.mkdir()
     (strange / "letter.txt").write_text("mine")
@@ -238,7 +238,7 @@ def test_a_process_that_exceeds_the_timeout_is_killed_with_its_children(tmp_path
     for secs in (1, 4, 16, 64):  # until it is enough for the model to start its child
         ran = bench(f"{MODELS}:slow", "--arg", f"pids={pids}", "--timeout", secs, tmp=tmp_path / "tmp")
         assert ran.code == 1
-        assert f"it took longer than {secs} s and was ended (--timeout gives it more)" in ran.err
+        assert f"it took longer than {secs} s and was ended (allow more with --timeout)" in ran.err
         if pids.is_file() and len(pids.read_text().split()) == 2:
             break
     assert [pid for pid in _wait_for_pids(pids, 2) if _runs(pid)] == []

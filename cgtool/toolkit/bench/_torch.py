@@ -1,6 +1,6 @@
-"""The private names of torch that its own ways to start need, each read in torch 2.13.0 and 2.11.
+"""Private torch APIs that torch's own ways to start need, verified in torch 2.13.0 and 2.11.
 
-Importing this module imports Dynamo: only a start that needs it does so, within the time that counts.
+Importing this module imports Dynamo. Only starts that need Dynamo import it, within their measured time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch._dynamo
 
 
 def mark_dynamic(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> None:
-    """Tell Dynamo which dimensions change from call to call, as the model's factory told cgtool."""
+    """Mark the dimensions that the model's factory declares dynamic."""
     for tensor, dims in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
@@ -22,26 +22,24 @@ def mark_dynamic(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> Non
 def precompile(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], path: Path
 ) -> tuple[str, ...]:
-    """Compile ahead of time with torch's own means, into one file."""
+    """Compile with torch's AOT precompile into one file; return notes."""
     try:
         compiled: Any = torch.compile(function, fullgraph=True)
         compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))
-    except Exception as error:  # of several classes in several versions: only its words tell what it is
-        # Guards that torch cannot write down are the user's to drop, with a filter such as this one of torch's.
+    except Exception as error:  # the class depends on the torch version, so the message is matched
+        # Guards that torch cannot serialize have to be dropped by a filter. This one ships with torch.
         keep = getattr(torch.compiler, "keep_portable_guards_unsafe", None)
         if keep is None or "guard" not in str(error).lower():
             raise
         torch._dynamo.reset()
         compiled = torch.compile(function, fullgraph=True, options={"guard_filter_fn": keep})
         compiled.aot_compile((args, kwargs)).save_compiled_function(str(path))
-        return (
-            "only guards on tensors, shapes and global state are kept, since torch could not write down the others",
-        )
+        return ("only guards on tensors, shapes and global state are kept; torch could not serialize the others",)
     return ()
 
 
 def load_precompiled(path: Path) -> Callable[..., Any]:
-    """Return the function of such a file; it takes the module first."""
+    """Load a precompiled function; its first argument is the module."""
     with path.open("rb") as file:
         loaded: Callable[..., Any] = torch.compiler.load_compiled_function(file)
     return loaded

@@ -1,9 +1,9 @@
-"""The program of one process of a bench: build the model, start it, time its steps, compare its outputs.
+"""One process of a bench: build the model, start it, time its steps, compare its outputs.
 
-What the clock sees, in order: *import* (from the process's start until torch and what builds models are imported, all
-of which this module does as it loads), *build* (the model's own modules and its factory), *ready* (from the built
-model to its first output, synchronised on CUDA), steps. What a way alone needs is imported by its function, within
-'ready'. What the model's own file imports of cgtool belongs to build, in every way.
+The timed phases, in order: *import* (from the start of the process until torch and the model builders are imported;
+importing this module imports both), *build* (the model's own modules and its factory), *ready* (from the built model
+to its first output, synchronized on CUDA), and the steps. Modules that only one way needs are imported by its function,
+within 'ready'. cgtool modules that the model's own file imports count as build, in every way.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from cgtool.toolkit.bench.calls import (
 )
 from cgtool.toolkit.bench.ways import Request, Start, Step
 
-#: Steps are repeated as often as asked, or for this long, whichever ends first; but three times.
-_STEP_SECS = 3.0
-_FEWEST_REPEATS = 3
-#: Calls of a size before its steps count.
-_WARM_UP = 3
-#: Of an error; the log's last lines say the rest.
-_MOST_CHARS = 400
-#: Compilers and what they bring: which of them 'ready' imported is part of the answer.
-_HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+#: Steps are repeated as often as configured or for this long, whichever ends first, but at least `_MIN_REPEATS` times.
+_MAX_STEP_SECS = 3.0
+_MIN_REPEATS = 3
+#: Calls of a size before its steps are timed.
+_WARM_UP_CALLS = 3
+#: Maximum length of an error in one line; the log shows the rest.
+_MAX_ERROR_CHARS = 400
+#: Compiler modules; the report states which of them 'ready' imported.
+_COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 
 _Function = Callable[..., Any]
 
 
 def main(channel: Channel) -> None:
-    """Do what the one request says, and answer with what was measured, as far as it came."""
+    """Serve one request; the answer holds whatever was measured before an error."""
     for request, _ in channel.requests(Request):
-        found = {"import_secs": time.monotonic() - request.spawned}
-        channel.answer(_Measurement(request, found).run(), last=True)
+        import_secs = time.monotonic() - request.spawned
+        channel.answer(_Measurement(request, import_secs).run(), last=True)
         return
 
 
 class _Measurement:
-    """One process: what it found (`found`, fields of `Start`), and the phase that it is in."""
+    """The measurements of one process (`_found`: fields of `Start`), and its current phase."""
 
-    def __init__(self, request: Request, found: dict[str, Any]) -> None:
+    def __init__(self, request: Request, import_secs: float) -> None:
         self._request = request
         self._settings = request.settings
         self._phase = "build"
-        self._found = found
+        self._found: dict[str, Any] = {"import_secs": import_secs}
 
     def run(self) -> Start:
         try:
@@ -83,29 +83,31 @@ class _Measurement:
                     self._found |= (_warm if self._request.action == "warm" else _precompile)(spec, self._request)
             self._phase = "report"
             self._found["torch"] = _torch_facts()
-        except BaseException as error:  # noqa: BLE001 - whatever ends a start is what the report says of it
+        except BaseException as error:  # noqa: BLE001 - the report shows any error that ends a start
             traceback.print_exc()
             self._found |= {"error": one_line(error), "failed_in": self._phase}
             if isinstance(error, CgtoolError):
-                self._found["sentence"] = str(error)  # made for people, and says what to do
+                self._found["sentence"] = str(error)  # with advice for the user
         return Start(**self._found)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        _synchronise()
+        _synchronize()
         self._found[name] = time.perf_counter() - began
 
     def _start(self, spec: ModelSpec) -> dict[str, Any]:
-        """Start the model and time its steps; return its outputs for the example and for each size."""
+        """Start the model and time its steps; return its outputs for the example and each size."""
         self._phase = "ready"
         before = set(sys.modules)
         args, kwargs = tuple(spec.calls[0].args), dict(spec.calls[0].kwargs)
         with torch.inference_mode(), self._timed("ready_secs"):
             run = _STARTERS[self._request.way.kind](spec, self._request)
             first = run(*args, **kwargs)
-        self._found["ready_imported"] = tuple(name for name in _HEAVY if name in sys.modules and name not in before)
+        self._found["ready_imported"] = tuple(
+            name for name in _COMPILER_MODULES if name in sys.modules and name not in before
+        )
         self._phase = "steps"
         outputs = {"example": first, **self._steps(run, spec)}
         self._found["rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -128,46 +130,51 @@ class _Measurement:
         }
 
     def _steps(self, run: _Function, spec: ModelSpec) -> dict[str, Any]:
-        """Time a step of each size; return each size's first output, all of which come before the first repeat."""
+        """Time steps of each size; return the output of the first call of each size.
+
+        The first calls of all sizes are made before any is repeated.
+        """
         dimension = dimension_of(spec, self._settings.dimension)
         steps: dict[str, Step] = {}
         outputs: dict[str, Any] = {}
-        served = []
+        calls = []
         for size in self._settings.tokens if dimension is not None else ():
             try:
                 args, kwargs = resized(spec, str(dimension), size)
                 with torch.inference_mode():
                     began = time.perf_counter()
                     outputs[str(size)] = run(*args, **kwargs)
-                    _synchronise()
-                served.append((str(size), args, kwargs, time.perf_counter() - began))
-            except Exception as error:  # noqa: BLE001 - a size that a way does not serve is part of the report
+                    _synchronize()
+                calls.append((str(size), args, kwargs, time.perf_counter() - began))
+            except Exception as error:  # noqa: BLE001 - the report shows the sizes that a way refuses
                 traceback.print_exc()
                 steps[str(size)] = Step(error=one_line(error))
-        for name, args, kwargs, first_secs in served:
-            taken = _repeated(run, args, kwargs, self._settings.repeats)
-            least, most = min(taken), max(taken)
+        for name, args, kwargs, first_secs in calls:
+            secs = _time_repeats(run, args, kwargs, self._settings.repeats)
             steps[name] = Step(
-                first_secs=first_secs, median_secs=median(taken), min_secs=least, max_secs=most, count=len(taken)
+                first_secs=first_secs,
+                median_secs=median(secs),
+                min_secs=min(secs),
+                max_secs=max(secs),
+                count=len(secs),
             )
         self._found |= {"dimension": dimension, "steps": steps}
         return outputs
 
 
-def _repeated(run: _Function, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> list[float]:
-    """Time a step many times; the model was called at its size before."""
-    taken: list[float] = []
+def _time_repeats(run: _Function, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int) -> list[float]:
+    secs: list[float] = []
     with torch.inference_mode():
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP_CALLS):
             run(*args, **kwargs)
-        _synchronise()
-        until = time.perf_counter() + _STEP_SECS
-        while len(taken) < repeats and (len(taken) < _FEWEST_REPEATS or time.perf_counter() < until):
+        _synchronize()
+        deadline = time.perf_counter() + _MAX_STEP_SECS
+        while len(secs) < repeats and (len(secs) < _MIN_REPEATS or time.perf_counter() < deadline):
             began = time.perf_counter()
             run(*args, **kwargs)
-            _synchronise()
-            taken.append(time.perf_counter() - began)
-    return taken
+            _synchronize()
+            secs.append(time.perf_counter() - began)
+    return secs
 
 
 def _warm(spec: ModelSpec, request: Request) -> dict[str, Any]:
@@ -175,8 +182,8 @@ def _warm(spec: ModelSpec, request: Request) -> dict[str, Any]:
     from cgtool.config import CompilationConfig
 
     adaptor = request.way.adaptor
-    ours = {"adaptor": adaptor, "use_inductor": adaptor != "eager", "cache_dir": "", "disable_cache": False}
-    config = CompilationConfig.from_mapping({**request.settings.config, **ours})
+    overrides = {"adaptor": adaptor, "use_inductor": adaptor != "eager", "cache_dir": "", "disable_cache": False}
+    config = CompilationConfig.from_mapping({**request.settings.config, **overrides})
     result = warm(spec, config=config, cache_dir=request.cache)
     return {name: getattr(result, name) for name in ("trace_secs", "compile_secs", "compiled", "notes")}
 
@@ -192,7 +199,7 @@ def _precompile(spec: ModelSpec, request: Request) -> dict[str, Any]:
 
 
 def _eager(spec: ModelSpec, request: Request) -> _Function:  # noqa: ARG001 - a starter's signature
-    # The module itself, as a user calls it: its hooks run.
+    # Call the module, not its `forward`, so that its hooks run.
     method: _Function = spec.module if spec.method == "forward" else getattr(spec.module, spec.method)
     return method
 
@@ -206,7 +213,8 @@ def _compile(spec: ModelSpec, request: Request) -> _Function:
 
 def _mega(spec: ModelSpec, request: Request) -> _Function:
     if torch.compiler.load_cache_artifacts(Path(request.artifact).read_bytes()) is None:
-        raise CgtoolError("torch took nothing from its mega-cache. Start in another way.", path=request.artifact)
+        message = "torch loaded nothing from its mega-cache. Leave mega-cache out of --ways."
+        raise CgtoolError(message, path=request.artifact)
     return _compile(spec, request)
 
 
@@ -223,7 +231,7 @@ def _cgtool(spec: ModelSpec, request: Request) -> _Function:
     return load(spec.module, cache_dir=request.cache, prefix=spec.prefix)
 
 
-#: How a built model becomes something to call. All that a function here does, its imports too, counts as 'ready'.
+#: Turns a built model into a callable. Everything a starter does, including imports, counts as 'ready'.
 _STARTERS: Mapping[str, Callable[[ModelSpec, Request], _Function]] = {
     "eager": _eager,
     "compile": _compile,
@@ -237,7 +245,7 @@ def _uses_cuda() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _synchronise() -> None:
+def _synchronize() -> None:
     if _uses_cuda():
         torch.cuda.synchronize()
 
@@ -257,13 +265,13 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line: its type, the first sentence of what it says, and its most telling reason."""
-    words: list[str] = []
+    """Format an error as one line: its type, the start of its message, and its first reason."""
+    parts: list[str] = []
     for line in filter(None, map(str.strip, str(error).splitlines())):
-        words.append(line)
+        parts.append(line)
         if not line.endswith((":", "(", ",")):
             break
-    words += [reason for reason in getattr(error, "reasons", ())[:1] if reason not in words]
-    said = " ".join(words)
-    said = said if len(said) <= _MOST_CHARS else said[: _MOST_CHARS - 2] + " …"
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    parts += [reason for reason in getattr(error, "reasons", ())[:1] if reason not in parts]
+    message = " ".join(parts)
+    message = message if len(message) <= _MAX_ERROR_CHARS else message[: _MAX_ERROR_CHARS - 2] + " …"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

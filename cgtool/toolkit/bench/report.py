@@ -1,7 +1,7 @@
-"""What a bench found: raw starts, their statistics, ratios, and the machine. The schema of `cgtool bench --json`.
+"""The report of a bench: raw starts, statistics, ratios and machine facts; the schema of `cgtool bench --json`.
 
-Must not import torch. Times are seconds, sizes bytes. A ratio says how much larger a value is than the other way's in
-the same round.
+Must not import torch. Times are in seconds, sizes in bytes. A ratio is a value divided by the other way's value of the
+same round.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from cgtool.toolkit.bench.ways import BASE, Difference, Settings, Start, Way
 
 SCHEMA = 1
 
-#: What other ways are compared with, where they were started.
+#: The ways with which the others are compared, if they were started.
 BASES = (BASE, "compile-warm", "compile-cold")
-#: The bound of a ratio leaves out the first and the last of so many parts (it holds 95 %) of so many samples.
-PARTS, RESAMPLES = 40, 4000
-#: Fewer pairs than this cannot bound a median with 95 %: even their whole range holds it less often, 1 - 2 / 2**n.
+#: Bootstrap samples of a median; dropping the first and the last of 40 quantiles leaves a 95 % confidence interval.
+RESAMPLES, QUANTILES = 4000, 40
+#: With fewer pairs there is no 95 % interval: even their whole range covers the median with probability 1 - 2 / 2**n.
 FEWEST_PAIRS = 6
-_BUSY = 1.5
-_COMPARED = ("ready_secs", "start_secs", "rss_bytes")
+#: Load per available core above which a note says that the machine was busy.
+_BUSY_LOAD = 1.5
+_COMPARED_METRICS = ("ready_secs", "start_secs", "rss_bytes")
 
 
 class Summary(Record, frozen=True, kw_only=True):
-    """Numbers in short: how many, the median, the quartiles (linear between neighbours) and the range."""
+    """Count, median, quartiles (linearly interpolated) and range of some values."""
 
     count: Count
     median: float
@@ -46,7 +47,7 @@ class Summary(Record, frozen=True, kw_only=True):
 
 
 class Ratio(Record, frozen=True, kw_only=True):
-    """The median of ratios of pairs, and its bounds with 95 % confidence; None where there are too few pairs."""
+    """The median of paired ratios and its 95 % confidence interval, which is None if there are too few pairs."""
 
     ratio: float
     low: float | None
@@ -55,58 +56,58 @@ class Ratio(Record, frozen=True, kw_only=True):
 
 
 class Refused(Record, frozen=True, kw_only=True):
-    """Why a way has no steps of a size."""
+    """The error of a size that a way refused."""
 
     error: str
 
 
 class Outputs(Difference, frozen=True, kw_only=True):
-    """How all outputs of a way compare with eager's."""
+    """The comparison of all outputs of a way with eager's."""
 
     equal: bool
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """What filling a way's caches took."""
+    """The cost of filling a way's caches."""
 
     #: Tracing and compiling.
     work_secs: Summary | None
-    #: From the process's start to the end of the work.
+    #: From the start of the process to the end of the work.
     total_secs: Summary | None
     process_secs: Summary | None
-    #: Whether an earlier bench did it.
+    #: Whether an earlier bench prepared it.
     reused: bool
     notes: tuple[str, ...]
-    #: How much longer it is than torch.compile's with nothing cached, by metric.
+    #: Metric → ratio to torch.compile with empty caches.
     over_cold: Mapping[str, Ratio]
 
 
 class WayReport(Record, frozen=True, kw_only=True):
-    """What is known of one way."""
+    """The results of one way."""
 
     way: str
     label: str
     adaptor: str | None
-    #: Why it failed, or failed in the end; one line.
+    #: Its first or final error, in one line.
     error: str | None
-    #: The last lines of the process that failed.
+    #: The last lines that the failed process printed.
     log: Sequence[str]
-    #: Bytes on the disk that a start needs.
+    #: Bytes on disk that a start needs.
     num_bytes: int = msgspec.field(name="bytes")
-    #: By name of the metric (`Start.figures`).
+    #: Metric (`Start.figures`) → summary.
     summary: Mapping[str, Summary]
-    #: Of each size, the summary of its starts' medians; or why it has none.
+    #: Size → summary of the medians of its starts, or the error.
     steps: Mapping[str, Summary | Refused]
-    #: base way → metric → ratio.
+    #: Base way → metric → ratio.
     ratios: Mapping[str, Mapping[str, Ratio]]
-    #: How the outputs compare with eager's; None where none were compared.
+    #: None if no outputs were compared.
     outputs: Outputs | None
     prepare: Prepared | None
     starts: Sequence[Start]
 
 
 class BenchReport(Record, frozen=True, kw_only=True):
-    """What a bench found."""
+    """The report of a bench."""
 
     schema: int
     model: str
@@ -115,53 +116,62 @@ class BenchReport(Record, frozen=True, kw_only=True):
     command: Sequence[str]
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
-    #: Which dynamic dimension the sizes of steps are of.
+    #: The dynamic dimension that the steps resize.
     dimension: str | None
     ways: Sequence[WayReport]
     notes: Sequence[str]
-    #: When, in UTC.
+    #: Start time, in UTC.
     began: str
     secs: float
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one way, or one preparation, gave: its answers, why it has no more, and the bytes that a start needs."""
+    """The results of one way or one preparation."""
 
     starts: list[Start] = field(default_factory=list)
+    #: Why it is not started again.
     error: str | None = None
     log: tuple[str, ...] = ()
+    #: Bytes on disk that a start needs.
     num_bytes: int = 0
 
     @property
     def figures(self) -> dict[str, dict[int, float]]:
-        """Metric → round → value, of the starts that count."""
-        found: dict[str, dict[int, float]] = {}
+        """Metric → round → value, of the counted starts."""
+        figures: dict[str, dict[int, float]] = {}
         for start in self.starts:
             if start.counted and start.error is None and start.round is not None:
                 for name, value in start.figures.items():
-                    found.setdefault(name, {})[start.round] = value
-        return found
+                    figures.setdefault(name, {})[start.round] = value
+        return figures
 
     def ratios(self, base: Measured, names: Iterable[str], *, seed: int) -> dict[str, Ratio]:
-        """Return how much larger metrics are than another's, those of which some round has both."""
-        mine, others = self.figures, base.figures
-        found = {name: paired_ratio(mine.get(name, {}), others.get(name, {}), seed=seed) for name in names}
-        return {name: ratio for name, ratio in found.items() if ratio is not None}
+        """Return the ratios of metrics to another way's, as far as they share rounds."""
+        values, base_values = self.figures, base.figures
+        ratios = {name: paired_ratio(values.get(name, {}), base_values.get(name, {}), seed=seed) for name in names}
+        return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
 def report_way(
     way: Way, settings: Settings, ways: Mapping[str, Measured], sources: Mapping[str, Measured]
 ) -> WayReport:
-    """Return what is known of a way, given what each way and each preparation gave, by name."""
+    """Report one way.
+
+    Args:
+        way: The way.
+        settings: The settings of the bench.
+        ways: The measurements of each way, by name.
+        sources: The measurements of each preparation, by source.
+    """
     measured, sizes = ways[way.name], [str(size) for size in settings.tokens]
-    summary = {name: summarise(list(values.values())) for name, values in measured.figures.items()}
+    summary = {name: summarize(list(values.values())) for name, values in measured.figures.items()}
     steps: dict[str, Summary | Refused] = {size: summary[f"step_{size}"] for size in sizes if f"step_{size}" in summary}
     refused = {size: step.error for start in measured.starts for size, step in start.steps.items() if step.error}
     steps |= {size: Refused(error=error) for size, error in refused.items() if size not in steps}
-    compared = [*_COMPARED, *(f"step_{size}" for size in sizes)]
+    metrics = [*_COMPARED_METRICS, *(f"step_{size}" for size in sizes)]
     bases = [base for base in BASES if base != way.name and base in ways]
-    against = {base: measured.ratios(ways[base], compared, seed=settings.seed) for base in bases}
+    ratios = {base: measured.ratios(ways[base], metrics, seed=settings.seed) for base in bases}
     return WayReport(
         way=way.name,
         label=way.label,
@@ -169,9 +179,9 @@ def report_way(
         error=measured.error or next((start.error for start in measured.starts if start.error is not None), None),
         log=measured.log or next((start.log for start in measured.starts if start.log), ()),
         num_bytes=measured.num_bytes,
-        summary={name: found for name, found in summary.items() if not name.startswith("step_")},
+        summary={name: values for name, values in summary.items() if not name.startswith("step_")},
         steps={size: steps[size] for size in sizes if size in steps},
-        ratios={base: found for base, found in against.items() if found},
+        ratios={base: by_metric for base, by_metric in ratios.items() if by_metric},
         outputs=_outputs(measured),
         prepare=_prepared(sources[way.source], sources, settings.seed) if way.source and not way.is_cold else None,
         starts=measured.starts,
@@ -181,9 +191,9 @@ def report_way(
 def _prepared(source: Measured, sources: Mapping[str, Measured], seed: int) -> Prepared:
     metrics = ("work_secs", "total_secs", "process_secs")
     figures = source.figures
-    spread = {name: summarise(list(figures[name].values())) if name in figures else None for name in metrics}
+    summaries = {name: summarize(list(figures[name].values())) if name in figures else None for name in metrics}
     return Prepared(
-        **spread,
+        **summaries,
         reused=any(start.reused for start in source.starts),
         notes=tuple(note for start in source.starts[:1] for note in start.notes),
         over_cold=source.ratios(sources["torch"], metrics[:2], seed=seed) if "torch" in sources else {},
@@ -200,38 +210,38 @@ def _outputs(measured: Measured) -> Outputs | None:
 
 
 def notes_on(ways: Sequence[WayReport], machine: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a reader should know before believing the figures."""
+    """Return notes on the validity of the figures."""
     notes = []
     if len({start.weights for way in ways for start in way.starts if start.weights is not None}) > 1:
         notes.append(
-            "The weights differ from start to start, so the outputs cannot be compared: let the factory draw them from "
-            "torch's generator, or from one with a seed of its own."
+            "The weights differ from start to start, so the outputs cannot be compared. Let the factory draw them from "
+            "torch's default generator or from a seeded one."
         )
     differing = ((way.label, way.outputs) for way in ways if way.outputs is not None and not way.outputs.equal)
     notes += [f"{label}: outputs differ from eager's: {outputs.problem}." for label, outputs in differing]
     notes += [f"{way.label}: {note}" for way in ways if way.prepare is not None for note in way.prepare.notes]
     load, cores = machine.get("load_before"), machine.get("cores_available")
-    if load is not None and cores and load > _BUSY * cores:
+    if load is not None and cores and load > _BUSY_LOAD * cores:
         notes.append(f"The machine was busy when the bench began: {load:.1f} processes on {cores} cores.")
     return tuple(dict.fromkeys(notes))
 
 
-def summarise(values: Sequence[float]) -> Summary:
-    """Return one or more values in short."""
+def summarize(values: Sequence[float]) -> Summary:
+    """Summarize one or more values."""
     q1, middle, q3 = _quantiles(values, 4)
     return Summary(count=len(values), median=middle, q1=q1, q3=q3, low=min(values), high=max(values))
 
 
 def _quantiles(values: Sequence[float], count: int) -> list[float]:
-    """The values between `count` equal parts of `values`, linear between neighbours; one value is all of them."""
+    """Return the `count` - 1 quantiles of `values`, linearly interpolated; of one value, that value each time."""
     return quantiles([*values, *values] if len(values) == 1 else values, n=count, method="inclusive")
 
 
 def paired_ratio(values: Mapping[int, float], base: Mapping[int, float], *, seed: int) -> Ratio | None:
-    """Return how much larger `values` are than `base`, round by round: what disturbed a round disturbed both.
+    """Return the median of the ratios of `values` to `base`, paired by round; None if they share no round.
 
-    Rounds that only one of the two has are left out; None where none is left. The bound, from `FEWEST_PAIRS` pairs on,
-    is the percentile bootstrap of the median over rounds; the same numbers and `seed` give the same bound.
+    Pairing cancels disturbances, which affect both values of a round. From `FEWEST_PAIRS` pairs on, the confidence
+    interval is the percentile bootstrap of the median over rounds, deterministic for a `seed`.
     """
     ratios = [values[number] / base[number] for number in sorted(values) if base.get(number, 0) > 0]
     if not ratios:
@@ -241,26 +251,27 @@ def paired_ratio(values: Mapping[int, float], base: Mapping[int, float], *, seed
 
 
 def bootstrap(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """Return the bounds of the median of `values`, of which there is at least one, by the percentile bootstrap.
+    """Return the percentile-bootstrap confidence interval of the median of one or more values.
 
     Source:
         Efron, "Bootstrap methods: another look at the jackknife", 1979; percentile interval.
     """
-    draw = random.Random(seed)  # noqa: S311 - a reproducible sample, no secret
-    bounds = _quantiles([median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)], PARTS)
+    generator = random.Random(seed)  # noqa: S311 - a reproducible sample, not a secret
+    medians = [median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES)]
+    bounds = _quantiles(medians, QUANTILES)
     return bounds[0], bounds[-1]
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processor, its cores, the memory, the system, and how many processes ran in the last minute."""
+    """Return the processor, its cores, the memory, the system, and the load average of the last minute."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         lines, memory_bytes = [], None
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": next(named, None) or platform.processor() or platform.machine(),
+        "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_available": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": memory_bytes,
@@ -270,7 +281,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def load_average() -> float | None:
-    """Return how many processes ran or waited in the last minute; None where the system does not say."""
+    """Return the load average of the last minute; None if the system has none."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -278,9 +289,9 @@ def load_average() -> float | None:
 
 
 def version_facts() -> dict[str, Any]:
-    """Return the versions of Python and of cgtool, with the commit where cgtool runs from a git checkout.
+    """Return the versions of Python and cgtool, and the commit if cgtool runs from a git checkout.
 
-    A commit ends in "+" where the checkout differs from it.
+    The commit ends in "+" if the checkout has changes.
     """
     package, commit = Path(__file__).resolve().parents[2], None
     if (package.parent / ".git").exists():

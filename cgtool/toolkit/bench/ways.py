@@ -1,10 +1,10 @@
-"""What a bench compares, and what its processes are asked and answer. Must not import torch.
+"""The ways that a bench compares, and the requests and answers of its processes. Must not import torch.
 
-Grammar of what `--ways` and `--starts` take::
+Grammar of `--ways` and `--starts`::
 
-    ways   = name ("," name)*                  a name of the table, or a group: torch, cgtool, all
+    ways   = name ("," name)*                  a way's name, or a group: torch, cgtool, all
     starts = item ("," item)*
-    item   = number | name "=" number          a bare number is for all that no item names
+    item   = number | name "=" number          a bare number applies to all ways without an item
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from cgtool.plan.grammar import Count, Record
 from cgtool.plan.pieces import EAGER
 from cgtool.toolkit.model_choice import ModelChoice
 
-#: What every other way is compared with.
+#: The way with which every other is compared.
 BASE = "eager"
 
 
 class Way(Record, frozen=True, kw_only=True):
-    """One way to start."""
+    """One way to start a model."""
 
-    #: How users name it: "compile-warm", "cgtool/aot_inductor".
+    #: The name on the command line: "compile-warm", "cgtool/aot_inductor".
     name: str
     label: str
     kind: Literal["eager", "compile", "mega", "precompile", "cgtool"]
-    #: The preparation that it starts from, "" where it needs none. Ways with one source share its folder.
+    #: The preparation that it starts from; "" if it needs none. Ways with the same source share a folder.
     source: str = ""
     adaptor: str | None = None
-    #: Start with torch's own cache folders as the preparation left them; else with empty ones.
+    #: Start with the torch cache folders of the preparation instead of empty ones.
     torch_caches: bool = False
 
     @property
     def is_cold(self) -> bool:
-        """Whether a start compiles everything: too slow to be repeated as often as the others."""
+        """Whether a start compiles everything, which is too slow to repeat as often as the others."""
         return self.kind == "compile" and not self.torch_caches
 
 
-def _of_cgtool(adaptor: str) -> Way:
+def _cgtool_way(adaptor: str) -> Way:
     return Way(
         name=f"cgtool/{adaptor}",
         label=f"cgtool, {adaptor}",
         kind="cgtool",
         source=f"cgtool-{adaptor}",
         adaptor=adaptor,
-        # What Inductor's own artifacts load from; a package and a piece graph hold all that they need.
+        # Inductor's own artifacts load from torch's caches; packages and piece graphs are self-contained.
         torch_caches=adaptor.startswith("inductor"),
     )
 
@@ -69,7 +69,7 @@ _TABLE = (
     ),
     Way(name="mega-cache", label=_MEGA, kind="mega", source="torch"),
     Way(name="aot-precompile", label=_AOT, kind="precompile", source="precompile", torch_caches=True),
-    *map(_of_cgtool, sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))),
+    *map(_cgtool_way, sorted(ADAPTORS, key=lambda adaptor: (adaptor == EAGER, adaptor))),
 )
 WAYS: Mapping[str, Way] = {way.name: way for way in _TABLE}
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -80,86 +80,87 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
-    """Return the ways that `--ways` names, in the table's order; the base is always among them."""
-    names = {BASE, *(name for word in _words(text) for name in _named(word, "--ways"))}
+    """Return the ways that `--ways` names, in the table's order; the base is always included."""
+    names = {BASE, *(name for item in _items(text) for name in _resolve(item, "--ways"))}
     return tuple(way for way in WAYS.values() if way.name in names)
 
 
 def parse_starts(text: str, default: int) -> dict[str, int]:
-    """Return how often each way starts, as `--starts` says; what it does not say is `default`."""
+    """Return the number of starts of each way, as given by `--starts` or `default`."""
     counts: dict[str, int] = {}
-    for word in _words(text):
-        name, equals, number = word.rpartition("=")
+    for item in _items(text):
+        name, equals, number = item.rpartition("=")
         if not number.strip().isdecimal():
-            message = f"--starts: {word!r} is neither a number nor way=number. Write 15 or 15,compile-warm=3."
-            raise UsageError(message, path="--starts", actual=word)
+            message = f"--starts: {item!r} is neither a number nor way=number. Write 15 or 15,compile-warm=3."
+            raise UsageError(message, path="--starts", actual=item)
         if equals:
-            counts.update(dict.fromkeys(_named(name.strip(), "--starts"), int(number)))
+            counts.update(dict.fromkeys(_resolve(name.strip(), "--starts"), int(number)))
         else:
             default = int(number)
     return {name: counts.get(name, default) for name in WAYS}
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _named(word: str, option: str) -> tuple[str, ...]:
-    known = {**{name: (name,) for name in WAYS}, **GROUPS}
-    if word not in known:
-        message = f"{option}: there is no way {word!r}; the nearest is {nearest(word, known)!r}."
-        raise UsageError(f"{message} Choose of {', '.join(known)}.", path=option, expected=[*known], actual=word)
-    return known[word]
+def _resolve(name: str, option: str) -> tuple[str, ...]:
+    """Return the names of a way or a group."""
+    known = {**{way: (way,) for way in WAYS}, **GROUPS}
+    if name not in known:
+        message = f"{option}: there is no way {name!r}; the nearest is {nearest(name, known)!r}."
+        raise UsageError(f"{message} Choose from {', '.join(known)}.", path=option, expected=[*known], actual=name)
+    return known[name]
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """What a bench does."""
+    """The settings of a bench."""
 
-    #: The model, with how it is built to be warmed; starts always build it for real.
+    #: The model, and how it is built to be warmed; starts always build it with real weights.
     model: ModelChoice
-    #: cgtool's configuration as JSON, for every adaptor; its own adaptor and cache are replaced.
+    #: cgtool's configuration as JSON; each way overrides its adaptor and cache.
     config: dict[str, Any]
     ways: tuple[Way, ...]
-    #: How often each way starts, by name.
+    #: Way → number of starts.
     starts: dict[str, int]
-    #: Starts of each way before those that count.
+    #: Uncounted starts of each way before the counted ones.
     warm_ups: int = 1
-    #: How often everything is compiled with nothing cached.
+    #: How often each preparation runs with empty caches.
     cold_starts: int = 1
     #: Sizes of the dynamic dimension whose steps are timed.
     tokens: tuple[Count, ...] = ()
-    #: Which dynamic dimension; None takes the only or the last one.
+    #: The dynamic dimension; None takes the last one.
     dimension: str | None = None
     #: Steps of each size in each start.
     repeats: Count = 30
-    #: Of the weights, of the order of starts and of the bounds.
+    #: Determines the weights, the order of starts and the confidence intervals.
     seed: int = 0
-    #: How long one process may take.
+    #: Time limit of one process.
     limit_secs: float = 1800.0
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """What one process does."""
+    """The task of one process."""
 
-    #: "start" builds the model and starts it; "warm" fills cgtool's cache, "precompile" torch's AOT file.
+    #: "start" builds the model and starts it; "warm" fills cgtool's cache; "precompile" writes torch's AOT file.
     action: Literal["start", "warm", "precompile"] = "start"
     settings: Settings
     way: Way
     cache: str
-    #: The file of the mega-cache or of the AOT precompile.
+    #: The file of the mega-cache or the AOT precompile.
     artifact: str
-    #: Write torch's cache artifacts into `artifact` at the end.
+    #: Write torch's cache artifacts to `artifact` at the end.
     save_artifacts: bool = False
     #: The file with eager's outputs.
     reference: str
-    #: This process is eager and writes them.
+    #: This process runs eagerly and writes `reference`.
     write_reference: bool = False
-    #: When the process was started, on `time.monotonic`'s clock.
+    #: When the process was started, on the clock of `time.monotonic`.
     spawned: float
 
 
 class Step(Record, frozen=True, kw_only=True):
-    """A size's steps in one process: the first, and the median of the others; or why there are none."""
+    """The steps of one size in one process: the first, and statistics of the others; or an error."""
 
     first_secs: float | None = None
     median_secs: float | None = None
@@ -170,45 +171,46 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class Difference(Record, frozen=True, kw_only=True):
-    """How outputs differ from eager's."""
+    """The difference of outputs from eager's."""
 
-    #: The greatest difference of a tensor, relative to its greatest value.
+    #: The largest difference of a tensor, relative to its largest absolute value.
     worst: float
-    #: What rounding explains; the widest of the dtypes that are there.
+    #: The difference that rounding explains, for the least precise dtype.
     tolerance: float
-    #: What is wrong, in a sentence; None where nothing is.
+    #: A sentence if the outputs differ by more; otherwise None.
     problem: str | None
 
 
 class Start(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What one process measured, as far as it came. Times are seconds, sizes bytes."""
+    """The measurements of one process, until it failed. Times are in seconds, sizes in bytes."""
 
-    #: Why it ended early; one line.
+    #: Why it ended early, in one line.
     error: str | None = None
-    #: The same, where it was made for people.
+    #: The full message, if the error is one of cgtool's.
     sentence: str | None = None
+    #: The phase that failed.
     failed_in: str | None = None
-    #: From the process's start until torch and what builds models are imported.
+    #: From the start of the process until torch and the model builders are imported.
     import_secs: float | None = None
     #: The model's own modules and its factory.
     build_secs: float | None = None
     #: From the built model to its first output.
     ready_secs: float | None = None
-    #: Which compilers 'ready' imported.
+    #: The compiler modules that 'ready' imported.
     ready_imported: tuple[str, ...] = ()
     dimension: str | None = None
     #: By size.
     steps: dict[str, Step] = field(default_factory=dict)
     rss_bytes: Count | None = None
-    #: The greatest size of torch's memory on the device; None where there is none.
+    #: Peak memory that torch allocated on the device; None without a device.
     device_bytes: Count | None = None
     #: Writing torch's cache artifacts.
     save_secs: float | None = None
     #: A digest of the weights.
     weights: str | None = None
-    #: By "example" or size, against eager's; None where eager has none.
+    #: By "example" or size, compared with eager's; None if eager has no output of the size.
     outputs: dict[str, Difference | None] = field(default_factory=dict)
-    #: A preparation's work.
+    #: The work of a preparation.
     work_secs: float | None = None
     trace_secs: float | None = None
     compile_secs: float | None = None
@@ -216,32 +218,32 @@ class Start(Record, frozen=True, kw_only=True, omit_defaults=False):
     notes: tuple[str, ...] = ()
     #: Versions and device.
     torch: dict[str, Any] = field(default_factory=dict)
-    #: In which round; None for those that do not count. The bench sets this and what follows.
+    #: The round; None for uncounted starts. The bench sets this field and the following ones.
     round: Count | None = None
-    #: Whether its figures count.
+    #: Whether its figures enter the statistics.
     counted: bool = False
     process_secs: float | None = None
     #: The last lines that a failed process printed.
     log: tuple[str, ...] = ()
-    #: Of a preparation: whether another bench made it.
+    #: A preparation that an earlier bench made.
     reused: bool = False
 
     @property
     def figures(self) -> dict[str, float]:
-        """What is summed up of it, by name; what it did not come to is left out.
+        """Metric → value; metrics that were not measured are left out.
 
-        `start_secs` is from the process's start to its first output; of a preparation `total_secs` is that to the end
-        of its work, which is the 'ready' of a cold torch.compile. `step_8` is the median step of size 8, `first_8` the
-        first one.
+        `start_secs` is the time from the start of the process to its first output. `total_secs` is the time from the
+        start of a preparation to the end of its work; for a cold torch.compile the work is 'ready'. `step_8` is the
+        median step of size 8, `first_8` the first one.
         """
-        until = self.import_secs, self.build_secs
+        before = self.import_secs, self.build_secs
         work = self.ready_secs if self.work_secs is None else self.work_secs
-        found = {name: getattr(self, name) for name in ("import_secs", "build_secs", "ready_secs", "process_secs")}
-        found |= {"rss_bytes": self.rss_bytes, "device_bytes": self.device_bytes, "work_secs": work}
-        found |= {"start_secs": _sum(*until, self.ready_secs), "total_secs": _sum(*until, work)}
+        figures = {name: getattr(self, name) for name in ("import_secs", "build_secs", "ready_secs", "process_secs")}
+        figures |= {"rss_bytes": self.rss_bytes, "device_bytes": self.device_bytes, "work_secs": work}
+        figures |= {"start_secs": _sum(*before, self.ready_secs), "total_secs": _sum(*before, work)}
         for size, step in self.steps.items():
-            found |= {f"first_{size}": step.first_secs, f"step_{size}": step.median_secs}
-        return {name: value for name, value in found.items() if value is not None}
+            figures |= {f"first_{size}": step.first_secs, f"step_{size}": step.median_secs}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def _sum(*parts: float | None) -> float | None:

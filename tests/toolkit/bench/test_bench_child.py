@@ -1,4 +1,4 @@
-"""What a process of a bench says of itself: errors as one line, inputs at other sizes, outputs compared."""
+"""A process of a bench: one-line errors, resized inputs, compared outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spec(**changes):
     return ModelSpec(**{"module": Two(), "calls": [call], "dynamic": {"ids": dims, "mask": dims}, **changes})
 
 
-def test_inputs_grow_by_repeating_and_shrink_by_cutting_the_examples_values():
+def test_inputs_grow_by_repetition_and_shrink_by_truncation():
     (ids,), kwargs = resized(spec(), "seq", 5)
     assert ids.tolist() == [[0, 1, 2, 0, 1], [3, 4, 5, 3, 4]]
     assert kwargs["mask"].tolist() == [[10, 11, 12, 10, 11], [13, 14, 15, 13, 14]]
@@ -62,11 +62,11 @@ def test_inputs_grow_by_repeating_and_shrink_by_cutting_the_examples_values():
 
 @pytest.mark.parametrize("size", [1, 9])
 def test_a_size_outside_the_models_bounds_is_refused(size):
-    with pytest.raises(UsageError, match="seq lies from 2 to 8"):
+    with pytest.raises(UsageError, match="The size of seq must be from 2 to 8"):
         resized(spec(), "seq", size)
 
 
-def test_the_dimension_of_sizes_is_the_one_asked_for_else_the_last():
+def test_the_resized_dimension_is_the_requested_or_the_last_one():
     assert dimension_of(spec(), None) == "seq"
     assert dimension_of(spec(), "batch") == "batch"
     assert dimension_of(spec(dynamic={}), None) is None
@@ -98,35 +98,35 @@ def test_the_same_output_has_no_difference(eager):
     assert compare(eager, OUTPUT) == Difference(worst=0.0, tolerance=5e-2, problem=None)
 
 
-def test_rounding_is_no_problem_and_its_size_is_told(eager):
-    off = HIDDEN.clone()
-    off[1, 3] += 4e-5
-    found = compare(eager, changed(off))
-    assert found.problem is None
-    assert found.worst == pytest.approx(1e-5, rel=0.05)
+def test_rounding_is_measured_and_not_a_problem(eager):
+    rounded = HIDDEN.clone()
+    rounded[1, 3] += 4e-5
+    difference = compare(eager, changed(rounded))
+    assert difference.problem is None
+    assert difference.worst == pytest.approx(1e-5, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("output", "message"),
     [
         pytest.param(
             changed(HIDDEN + 0.01), r"output\['rest'\]\[0\]\[0\] differs from eager's by 2.5e-03", id="values"
         ),
         pytest.param(changed(HIDDEN.double()), "float64", id="dtype"),
-        pytest.param(changed(HIDDEN[:1]), r"\[12, 1\] and eager's torch.float32 \[12, 2\]", id="shape"),
-        pytest.param(changed(HIDDEN.where(HIDDEN > -3, torch.nan)), "finite elsewhere", id="nan"),
-        pytest.param(changed(count=4), "is not what eager gave", id="number"),
+        pytest.param(changed(HIDDEN[:1]), r"\[12, 1\] and eager's is torch.float32 \[12, 2\]", id="shape"),
+        pytest.param(changed(HIDDEN.where(HIDDEN > -3, torch.nan)), "infinite or NaN at other positions", id="nan"),
+        pytest.param(changed(count=4), r"\[1\] differs from eager's", id="number"),
         pytest.param(changed(ids=torch.tensor([0, 1, 2, 4])), "differs from eager's", id="integers"),
-        pytest.param({"hidden": HIDDEN.bfloat16()}, "parts are others", id="parts"),
+        pytest.param({"hidden": HIDDEN.bfloat16()}, "structure differs", id="structure"),
     ],
 )
-def test_every_other_difference_is_a_problem(eager, output, words):
+def test_every_other_difference_is_a_problem(eager, output, message):
     problem = compare(eager, output).problem
     assert problem is not None
-    assert re.search(words, problem)
+    assert re.search(message, problem)
 
 
-def test_weights_have_one_digest_however_many_threads_sum_them():
+def test_the_digest_of_weights_does_not_depend_on_the_number_of_threads():
     torch.manual_seed(0)
     module = torch.nn.Sequential(*(torch.nn.Linear(width, 257) for width in range(250, 270)))
     for number, dtype in enumerate((torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.int64)):

@@ -16,7 +16,7 @@ def ways_of(report):
     return {way["way"]: way for way in msgspec.to_builtins(report)["ways"]}
 
 
-def test_starts_that_do_not_count_are_kept_and_summed_up_nowhere():
+def test_uncounted_starts_are_kept_but_not_summarized():
     eager = ways_of(made_report())["eager"]
     assert len(eager["starts"]) == 8
     assert eager["summary"]["ready_secs"] == {
@@ -38,7 +38,7 @@ def test_ratios_are_paired_by_round():
     assert ways["compile-warm"]["ratios"]["eager"]["start_secs"]["ratio"] == pytest.approx((2.5 + 7.8) / (2.5 + 1.3))
 
 
-def test_what_the_preparation_took_is_compared_with_a_cold_torch_compile():
+def test_a_preparation_is_compared_with_a_cold_torch_compile():
     prepare = ways_of(made_report())["cgtool/eager"]["prepare"]
     assert prepare["work_secs"]["median"] == 5.0
     assert prepare["total_secs"]["median"] == 7.5
@@ -53,7 +53,7 @@ def test_a_failed_way_is_shown_with_its_error_and_last_lines():
     assert words.failure_lines(report) == ["cgtool, eager failed: CacheMissError: <b>nothing</b> fits"]
 
 
-def test_one_failed_start_is_shown_though_the_others_went_well():
+def test_one_failed_start_is_shown_among_successful_ones():
     bench = filled()
     bench.ways["compile-warm"].starts[3] = Start(round=3, counted=True, process_secs=1.0, error="it died", log=("why",))
     way = ways_of(made_report(bench))["compile-warm"]
@@ -61,7 +61,7 @@ def test_one_failed_start_is_shown_though_the_others_went_well():
     assert way["ratios"]["eager"]["ready_secs"]["pairs"] == 6
 
 
-def test_outputs_that_differ_are_a_note_and_not_a_failure():
+def test_differing_outputs_are_a_note_and_not_a_failure():
     bench = filled()
     bench.ways["compile-warm"].starts[2] = start(2, ready=6.0, problem="output differs by 1e+00", worst=1.0)
     report = made_report(bench)
@@ -76,7 +76,7 @@ def test_outputs_that_differ_are_a_note_and_not_a_failure():
     assert words.outputs_text(report.ways[1]) == "DIFFER (1e+00)"
 
 
-def test_weights_that_differ_from_start_to_start_are_a_note():
+def test_differing_weights_are_a_note():
     bench = filled()
     bench.ways["eager"].starts[0] = start(0, ready=1.0, weights="other")
     (note,) = made_report(bench).notes
@@ -103,5 +103,5 @@ def test_a_size_that_a_way_refuses_has_its_error():
     ("secs", "text"),
     [(38.2e-6, "38.2 µs"), (0.0221, "22.1 ms"), (0.9994, "999 ms"), (1.0, "1.00 s"), (39.44, "39.4 s"), (812, "812 s")],
 )
-def test_durations_have_three_digits_that_tell(secs, text):
+def test_durations_have_three_significant_digits(secs, text):
     assert words.duration_text(secs) == text

@@ -1,4 +1,4 @@
-"""What `--ways` and `--starts` mean."""
+"""The grammar of `--ways` and `--starts`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def test_every_adaptor_is_a_way():
     assert set(GROUPS["cgtool"]) == {f"cgtool/{adaptor}" for adaptor in ADAPTORS}
 
 
-def test_ways_come_in_the_tables_order_and_eager_always():
+def test_ways_are_in_the_order_of_the_table_and_include_eager():
     assert names("mega-cache, compile-cold") == ["eager", "compile-cold", "mega-cache"]
     assert names("") == ["eager"]
     assert names("all") == list(WAYS)
     assert names("torch,cgtool/eager") == ["eager", *GROUPS["torch"], "cgtool/eager"]
 
 
-def test_a_bare_number_is_for_all_that_no_item_names():
+def test_a_bare_number_applies_to_ways_without_an_item():
     starts = parse_starts("15,torch=3,mega-cache=1", default=6)
     assert (starts["eager"], starts["compile-warm"], starts["mega-cache"], starts["cgtool/eager"]) == (15, 3, 1, 15)
     assert set(parse_starts("cgtool=2", default=6).values()) == {2, 6}
 
 
 @pytest.mark.parametrize("text", ["many", "eager=", "eager=-1", "eager=1.5", "nobody=3"])
-def test_other_starts_are_refused(text):
+def test_invalid_starts_are_refused(text):
     with pytest.raises(UsageError, match="--starts"):
         parse_starts(text, default=6)
 
 
-def test_only_a_start_without_caches_is_cold():
+def test_only_torch_compile_with_empty_caches_is_cold():
     assert [way.name for way in WAYS.values() if way.is_cold] == ["compile-cold"]
