@@ -115,7 +115,7 @@ def test_cgtools_way_reports_its_bytes_its_preparation_and_its_ratio(benched):
 
 def test_progress_is_a_plain_line_for_each_completed_process(benched):
     lines = [line for line in benched[0].err.splitlines() if not line.startswith("Note: ")]
-    assert lines[0].startswith("start: eager, whose outputs the others are compared with (")
+    assert lines[0].startswith("start: eager, the reference for the outputs (")
     assert lines[1].startswith("prepare: cgtool, eager (")
     assert [line.split(":")[0] for line in lines[2:]] == ["start 0/4"] * 2 + [f"start {n}/4" for n in (1, 2, 3, 4)]
 

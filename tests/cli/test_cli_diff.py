@@ -112,8 +112,8 @@ def test_untrusted_names_are_escaped_and_truncated(tmp_path):
         pytest.param(("{one}", "{one}", "--here"), 2, "Name two sides", id="two sides and here"),
         pytest.param(("{root}", "--here"), 2, "holds 2 entries to compare with", id="a cache and here"),
         pytest.param(("", "{one}"), 2, "There is no ''", id="an empty name"),
-        pytest.param(("0", "{empty}"), 1, "holds no cache of cgtool", id="a folder of something else"),
-        pytest.param(("{one}", "{file}"), 3, "", id="a file that is not a bundle"),
+        pytest.param(("0", "{empty}"), 1, "does not hold a cgtool cache", id="a folder of something else"),
+        pytest.param(("{one}", "{file}"), 3, "", id="a file that is no bundle"),
     ],
 )
 def test_sides_that_cannot_be_compared_are_errors(two, arguments, code, message, tmp_path):

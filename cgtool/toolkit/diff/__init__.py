@@ -1,4 +1,4 @@
-"""Two sides and what differs between them, the most telling first: keys, traced lines, guards, pieces, artifacts.
+"""Compares two caches or entries by keys, traced lines, guards, pieces and artifacts; root causes come first.
 
 Reads caches and writes nothing. Must not import torch.
 """

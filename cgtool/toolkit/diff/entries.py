@@ -1,4 +1,4 @@
-"""Two entries, down to the guilty factor: their keys, then each rank and prefix that both have. No torch here."""
+"""Compares two entries: their keys, then each rank and prefix that both have. Must not import torch."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from cgtool.toolkit.diff.records import (
     between_graphs,
     changes,
     located,
+    merge_alike,
     only_in,
-    together,
     traced_lines,
     was_and_is,
     with_lines,
 )
 
-#: Where one of these factors differs, guards differ because of it.
-_GUARDS_FOLLOW = frozenset({"sources", "variables", "ops", "model", "state", "calls", "torch", "python"})
-#: What a trace came through.
+#: Factors whose differences cause guards to differ.
+_CAUSES_OF_GUARDS = frozenset({"sources", "variables", "ops", "model", "state", "calls", "torch", "python"})
+#: Factors that list what the trace went through.
 _TRACED = frozenset({"sources", "ops"})
 
 #: A rank and a prefix.
 _Part = tuple[int, str]
-_ARTIFACT_FACTS = ("digest", "kind", "size_bytes", "proved")
-#: What there is one row of, by the variant's name (its number may differ from side to side); the piece comes last.
-_Place = tuple[str, str, str, bool, int]
+_ARTIFACT_FIELDS = ("digest", "kind", "size_bytes", "proved")
+#: The identity of a row: variant name (numbers may differ between the sides), shape, adaptor, tuned, piece.
+_RowKey = tuple[str, str, str, bool, int]
 
 
 class EntrySide:
-    """One entry of a cache, read as far as it is asked for."""
+    """One entry of a cache, read lazily."""
 
     def __init__(self, layout: CacheLayout, hash_: str) -> None:
         self.layout = layout
@@ -57,16 +57,16 @@ class EntrySide:
 
     @cached_property
     def key(self) -> Key:
-        """Its factors; where it has none, or they cannot be read or trusted, a CacheError is raised."""
+        """Its factors; raises CacheError if they are missing, or cannot be read or trusted."""
         key = read_key(self.layout, self.hash)
         if key is None:
             path = self.layout.key_file(self.hash)
-            raise CacheCorruptError(f"{path} is missing: warm the model again, or look with: cgtool verify", path=path)
+            raise CacheCorruptError(f"{path} is missing. Warm the model again, or run: cgtool verify", path=path)
         return key
 
     @cached_property
     def parts(self) -> dict[_Part, RankView]:
-        """The ranks and prefixes that were published."""
+        """The published ranks and prefixes."""
         ranks = view_entry(self.layout, self.hash).ranks
         return {(rank.name.rank, rank.name.prefix): rank for rank in ranks if rank.has_manifest}
 
@@ -74,7 +74,7 @@ class EntrySide:
         """Return the manifest of a rank and prefix."""
         rank = self.parts[part]
         if rank.manifest is None:
-            raise rank.problem or CacheError(f"{rank.folder} was removed meanwhile. Look again.", path=rank.folder)
+            raise rank.problem or CacheError(f"{rank.folder} was just removed. Try again.", path=rank.folder)
         return rank.manifest
 
     def plan(self, part: _Part) -> Plan:
@@ -85,9 +85,9 @@ class EntrySide:
 
     @cached_property
     def lines(self) -> tuple[TracedLine, ...]:
-        """The lines of the model's own files that its first rank's trace went through; () where they cannot be read."""
+        """The source lines that the first rank's trace went through; () if they cannot be read."""
         for part, rank in self.parts.items():
-            with contextlib.suppress(CacheError):  # for people only: what is damaged is for `verify` to say
+            with contextlib.suppress(CacheError):  # only informational; `verify` reports damage
                 record = self.manifest(part).files.get(GRAPH_FILE)
                 data = read_bytes(f"{rank.folder}/{GRAPH_FILE}")
                 if data is not None and record is not None and sha256_hex(data) == record.sha256:
@@ -97,20 +97,20 @@ class EntrySide:
 
     @property
     def label(self) -> str:
-        """What people are told of it."""
+        """Its name in messages."""
         return short(self.hash)
 
     @cached_property
     def model(self) -> str:
-        """What its model is called; "a model" where its manifest cannot be read."""
+        """The name of its model; "a model" if its manifest cannot be read."""
         try:
             return next((self.manifest(part).model for part in self.parts), "a model")
         except CacheError:
             return "a model"
 
     @cached_property
-    def likeness(self) -> Hashable:
-        """What entries of one model have in common: its class, its name, its prefixes; None where that is unknown."""
+    def model_identity(self) -> Hashable:
+        """The class, name and prefixes of its model, for pairing entries; None if unknown."""
         try:
             prefixes = sorted({prefix for _, prefix in self.parts})
             return canonical_json([self.key.value("model"), self.model, prefixes]) if prefixes else None
@@ -119,65 +119,67 @@ class EntrySide:
 
 
 def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
-    """Return what differs between two entries, the most telling first; their age and use are no difference."""
+    """Return the differences between two entries, root causes first; age and use are not compared."""
     factors = (
-        [] if old.hash == new.hash else factor_differences(differences(old.key, new.key), lambda m: _lines(m, old, new))
+        []
+        if old.hash == new.hash
+        else factor_differences(differences(old.key, new.key), lambda module: _changed_lines(module, old, new))
     )
     guards: list[Difference] = []
     rest: list[Difference] = []
     for (rank, prefix), was, _ in changes(dict.fromkeys(old.parts, True), dict.fromkeys(new.parts, True)):
         name, gone = f"rank_{rank}/{prefix}", was is not None
-        said = f"rank {rank}, prefix {prefix}, {only_in(gone=gone)}"
-        rest.append(Difference.of_one_side("coverage", name, name, said, gone=gone))
+        sentence = f"rank {rank}, prefix {prefix}, {only_in(gone=gone)}"
+        rest.append(Difference.of_one_side("coverage", name, name, sentence, gone=gone))
     several = len(old.parts.keys() | new.parts.keys()) > 1
     for part in old.parts:
         if part in new.parts:
             where = f"rank {part[0]} {part[1]}" if several else ""
-            of_guards, of_rank = _compare_part(old, new, part)
-            guards += located(of_guards, where)
-            rest += located(of_rank, where)
-    # Guards lead where no factor differs that they would follow from.
-    found = [*factors, *guards] if any(map(_leads, factors)) else [*guards, *factors]
+            part_guards, part_rest = _compare_part(old, new, part)
+            guards += located(part_guards, where)
+            rest += located(part_rest, where)
+    # Guards come first unless a factor explains them.
+    found = [*factors, *guards] if any(map(_explains_guards, factors)) else [*guards, *factors]
     found += rest
     if old.hash != new.hash and all(difference.what == "entry" for difference in found):
-        order = [_factor(one, f"{one.sentence}, in nothing but their order") for one in differences(old.key, new.key)]
-        return [*order, *found]
+        changed = differences(old.key, new.key)
+        return [*(_factor(factor, f"{factor.sentence}, only in their order") for factor in changed), *found]
     return found
 
 
 def factor_differences(
-    keys: Iterable[FactorDifference], lines: Callable[[str], LineChanges] = lambda _: LineChanges(known=False)
+    factors: Iterable[FactorDifference], lines: Callable[[str], LineChanges] = lambda _: LineChanges(known=False)
 ) -> list[Difference]:
-    """Return how two keys differ, but for "guards", which is a digest of many.
+    """Return the differences between two keys, without "guards", which is only a digest.
 
-    `lines` says what became of the traced lines of a module whose file differs.
+    `lines` returns the changes to the traced lines of a module whose file differs.
     """
     found = []
-    for one in keys:
-        difference = _factor(one, one.sentence)
-        if one.factor == "sources":
+    for factor in factors:
+        difference = _factor(factor, factor.sentence)
+        if factor.factor == "sources":
             difference = replace(difference, what="source")
-            if isinstance(one.old, str) and isinstance(one.new, str):
-                difference = with_lines(difference, lines(one.path.removeprefix("sources.")))
-        if one.factor != "guards":
+            if isinstance(factor.old, str) and isinstance(factor.new, str):
+                difference = with_lines(difference, lines(factor.path.removeprefix("sources.")))
+        if factor.factor != "guards":
             found.append(difference)
-    return together(found)
+    return merge_alike(found)
 
 
-def _factor(found: FactorDifference, sentence: str) -> Difference:
-    return Difference(what="factor", path=found.path, old=found.old, new=found.new, sentence=sentence)
+def _factor(factor: FactorDifference, sentence: str) -> Difference:
+    return Difference(what="factor", path=factor.path, old=factor.old, new=factor.new, sentence=sentence)
 
 
-def _leads(difference: Difference) -> bool:
-    """Whether guards that differ do so because of a factor's difference.
+def _explains_guards(difference: Difference) -> bool:
+    """Return whether a factor's difference causes guards to differ.
 
-    A file or an op that only one side's trace came through does not lead: it follows itself from what the guards tell.
+    A file or an op that only one trace went through does not: it is itself a consequence of a guard.
     """
     factor = re.split(r"[.\[]", difference.path, maxsplit=1)[0]
-    return factor in _GUARDS_FOLLOW and not (factor in _TRACED and None in (difference.old, difference.new))
+    return factor in _CAUSES_OF_GUARDS and not (factor in _TRACED and None in (difference.old, difference.new))
 
 
-def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
+def _changed_lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
     found = between_graphs(module, old.lines, new.lines)
     shared = next((part for part in old.parts if part in new.parts), None)
     if found.sentence or shared is None:
@@ -186,11 +188,11 @@ def _lines(module: str, old: EntrySide, new: EntrySide) -> LineChanges:
 
 
 def _compare_part(old: EntrySide, new: EntrySide, part: _Part) -> tuple[list[Difference], list[Difference]]:
-    """The guards that differ, and the rest of what differs in one rank and prefix."""
+    """Return the guards that differ in one rank and prefix, and the other differences."""
     before, after = old.manifest(part), new.manifest(part)
     guards: list[Difference] = []
     pieces: list[Difference] = []
-    if before == after:  # it holds the digests of all else
+    if before == after:  # the manifest holds the digests of everything else
         return guards, pieces
     plans = old.plan(part), new.plan(part)
     if before.files.get(PLAN_FILE) != after.files.get(PLAN_FILE):
@@ -198,46 +200,48 @@ def _compare_part(old: EntrySide, new: EntrySide, part: _Part) -> tuple[list[Dif
     rest = [*pieces, *_compare_manifests(before, after)]
     if not guards and not rest:
         for name, was, now in sorted(changes(before.files, after.files)):
-            said = "differs, in nothing that another line would name"
+            difference = "differs in ways that are not shown"
             if was is None or now is None:
-                said = only_in(gone=now is None)
-            digests = [None if one is None else one.sha256 for one in (was, now)]
-            rest.append(Difference(what="entry", path=name, old=digests[0], new=digests[1], sentence=f"{name} {said}"))
+                difference = only_in(gone=now is None)
+            digests = [None if file is None else file.sha256 for file in (was, now)]
+            sentence = f"{name} {difference}"
+            rest.append(Difference(what="entry", path=name, old=digests[0], new=digests[1], sentence=sentence))
     return guards, rest
 
 
 def _compare_manifests(old: Manifest, new: Manifest) -> list[Difference]:
-    """Variants, sizes that were compiled, fallbacks and artifacts that differ."""
+    """Return the variants, compiled sizes, fallbacks and artifacts that differ."""
     found: list[Difference] = []
     if old.model != new.model:
-        said = was_and_is("model", old.model, new.model)
-        found.append(Difference(what="entry", path="model", old=old.model, new=new.model, sentence=said))
+        sentence = was_and_is("model", old.model, new.model)
+        found.append(Difference(what="entry", path="model", old=old.model, new=new.model, sentence=sentence))
     if old.splitting_ops != new.splitting_ops:
         ops = list(old.splitting_ops), list(new.splitting_ops)
-        said = was_and_is("splitting_ops", *(", ".join(side) or "empty" for side in ops))
-        found.append(Difference(what="factor", path="splitting_ops", old=ops[0], new=ops[1], sentence=said))
+        sentence = was_and_is("splitting_ops", *(", ".join(side) or "empty" for side in ops))
+        found.append(Difference(what="factor", path="splitting_ops", old=ops[0], new=ops[1], sentence=sentence))
     names = [_variant_names(side) for side in (old, new)]
     variants = [dict(zip(names[at], side.variants, strict=True)) for at, side in enumerate((old, new))]
     for name, before, after in changes(*variants):
         counts = before if after is None else after if before is None else None
         if counts is not None:
-            found.append(_one_sided(name, asdict(counts), f"variant {name}", gone=after is None))
+            found.append(_coverage(name, asdict(counts), f"variant {name}", gone=after is None))
+    # Pieces whose rows differ in the same way are one difference.
     groups: dict[tuple[str, ...], list[tuple[Row | None, Row | None]]] = {}
-    for place, was, now in changes(_rows(old, names[0]), _rows(new, names[1])):
-        # What of an artifact can differ where it is the same piece, shape and adaptor.
-        facts = [None if row is None else replace(row.artifact, compile_secs=0.0, kernels=0) for row in (was, now)]
-        if place[0] in variants[0] and place[0] in variants[1] and facts[0] != facts[1]:
-            change = (str(now is None),) if None in facts else tuple(map(repr, facts))
-            groups.setdefault((*map(str, place[:4]), *change), []).append((was, now))
-    coverage, artifacts = [], []
+    for key, was, now in changes(_rows(old, names[0]), _rows(new, names[1])):
+        # Compile times vary from run to run, and the digest covers the kernels.
+        artifacts = [None if row is None else replace(row.artifact, compile_secs=0.0, kernels=0) for row in (was, now)]
+        if key[0] in variants[0] and key[0] in variants[1] and artifacts[0] != artifacts[1]:
+            change = (str(now is None),) if None in artifacts else tuple(map(repr, artifacts))
+            groups.setdefault((*map(str, key[:4]), *change), []).append((was, now))
+    coverage, changed = [], []
     for (variant, *_), rows in groups.items():
-        alone = [row for pair in rows if None in pair for row in pair if row is not None]
-        if alone:
-            coverage.append(_uncovered(variant, alone, gone=rows[0][1] is None))
+        one_sided = [row for pair in rows if None in pair for row in pair if row is not None]
+        if one_sided:
+            coverage.append(_uncovered(variant, one_sided, gone=rows[0][1] is None))
         else:
-            artifacts.append(_artifact(variant, [(was, now) for was, now in rows if was and now]))
+            changed.append(_artifact(variant, [(was, now) for was, now in rows if was and now]))
     coverage.sort(key=lambda difference: difference.old is None)
-    return [*found, *coverage, *_fallbacks(old, new, names), *artifacts]
+    return [*found, *coverage, *_fallbacks(old, new, names), *changed]
 
 
 def _variant_names(manifest: Manifest) -> list[str]:
@@ -245,25 +249,25 @@ def _variant_names(manifest: Manifest) -> list[str]:
     return names if len(set(names)) == len(names) else [f"variant {number}" for number in range(len(names))]
 
 
-def _one_sided(path: str, value: Json, said: str, *, gone: bool) -> Difference:
-    verb = "was there before and is not now" if gone else "is there now and was not before"
-    return Difference.of_one_side("coverage", path, value, f"{said}: {verb}", gone=gone)
+def _coverage(path: str, value: Json, subject: str, *, gone: bool) -> Difference:
+    sentence = f"{subject}: only in the {'first' if gone else 'second'}"
+    return Difference.of_one_side("coverage", path, value, sentence, gone=gone)
 
 
-def _rows(manifest: Manifest, names: Sequence[str]) -> dict[_Place, Row]:
+def _rows(manifest: Manifest, names: Sequence[str]) -> dict[_RowKey, Row]:
     return {
         (names[row.variant], shape_text(row.shape), row.adaptor, row.tuned, row.piece_index): row
         for row in manifest.rows
     }
 
 
-def _uncovered(variant: str, alone: Sequence[Row], *, gone: bool) -> Difference:
-    """The difference of rows for one shape that one side alone has."""
-    numbers = sorted(row.piece_index for row in alone)
-    row, pieces, shape = alone[0], pieces_text(numbers), shape_text(alone[0].shape)
+def _uncovered(variant: str, rows: Sequence[Row], *, gone: bool) -> Difference:
+    """Return the difference of rows of one shape that only one side has."""
+    numbers = sorted(row.piece_index for row in rows)
+    row, pieces, shape = rows[0], pieces_text(numbers), shape_text(rows[0].shape)
     value = {"shape": row.shape, "adaptor": row.adaptor, "tuned": row.tuned, "pieces": numbers}
-    said = f"{pieces} of {variant} for {shape} by {row.adaptor}{', autotuned' if row.tuned else ''}"
-    return _one_sided(f"{variant}/{shape}/{pieces}", value, said, gone=gone)
+    subject = f"{pieces} of {variant} for {shape} by {row.adaptor}{', autotuned' if row.tuned else ''}"
+    return _coverage(f"{variant}/{shape}/{pieces}", value, subject, gone=gone)
 
 
 def _artifact(variant: str, rows: Sequence[tuple[Row, Row]]) -> Difference:
@@ -271,18 +275,18 @@ def _artifact(variant: str, rows: Sequence[tuple[Row, Row]]) -> Difference:
     pieces, shape = pieces_text(sorted(was.piece_index for was, _ in rows)), shape_text(row.shape)
     if (old.digest, old.size_bytes) != (new.digest, new.size_bytes):
         was, now = (f"{short(side.digest)} ({side.size_bytes} bytes)" for side in (old, new))
-        said = f"was {was} and is {now} now"
+        change = f"was {was} and is {now} now"
     elif old.proved != new.proved:
-        said = "was proved and is not now" if old.proved else "was not proved and is now"
+        change = "was proved and is not now" if old.proved else "was not proved and is now"
     else:
-        said = "serves under other conditions now" if old.guards != new.guards else "has another proof now"
-    facts = [{name: getattr(side, name) for name in _ARTIFACT_FACTS} for side in (old, new)]
+        change = "has other guards now" if old.guards != new.guards else "has another proof now"
+    facts = [{name: getattr(side, name) for name in _ARTIFACT_FIELDS} for side in (old, new)]
     return Difference(
         what="artifact",
         path=f"{variant}/{shape}/{pieces}",
         old=facts[0],
         new=facts[1],
-        sentence=f"the artifact of {pieces} of {variant} for {shape} by {row.adaptor} {said}",
+        sentence=f"the artifact of {pieces} of {variant} for {shape} by {row.adaptor} {change}",
         detail=(
             *(f"- {guard}" for guard in old.guards if guard not in new.guards),
             *(f"+ {guard}" for guard in new.guards if guard not in old.guards),
@@ -291,7 +295,7 @@ def _artifact(variant: str, rows: Sequence[tuple[Row, Row]]) -> Difference:
 
 
 def _fallbacks(old: Manifest, new: Manifest, names: Sequence[Sequence[str]]) -> Iterator[Difference]:
-    """Yield which pieces fall back to another adaptor on one side alone, or for another reason."""
+    """Yield the pieces that fall back on one side only, to another adaptor, or for another reason."""
     sides = [
         {
             (names[at][item.variant], shape_text(item.shape), item.piece_index): (item.adaptor, item.reason)
@@ -301,14 +305,14 @@ def _fallbacks(old: Manifest, new: Manifest, names: Sequence[Sequence[str]]) -> 
     ]
     for (variant, shape, piece), was, now in changes(*sides):
         if was is None and now is not None:
-            said = f"falls back to {now[0]} now and did not before: {now[1]}"
+            change = f"falls back to {now[0]} now and did not before: {now[1]}"
         elif was is not None and now is None:
-            said = f"fell back to {was[0]} ({was[1]}) and does not now"
+            change = f"fell back to {was[0]} ({was[1]}) and does not now"
         elif was is not None and now is not None and was[0] != now[0]:
-            said = f"fell back to {was[0]} and does to {now[0]} now: {now[1]}"
+            change = f"fell back to {was[0]} and falls back to {now[0]} now: {now[1]}"
         else:
-            said = f"falls back for another reason now: {now and now[1]}"
-        facts = [one and {"adaptor": one[0], "reason": one[1]} for one in (was, now)]
-        sentence = f"piece {piece} of {variant} ({shape}) {said}"
+            change = f"falls back for another reason now: {now and now[1]}"
+        facts = [side and {"adaptor": side[0], "reason": side[1]} for side in (was, now)]
+        sentence = f"piece {piece} of {variant} ({shape}) {change}"
         path = f"{variant}/{shape}/piece {piece}"
         yield Difference(what="fallback", path=path, old=facts[0], new=facts[1], sentence=sentence)

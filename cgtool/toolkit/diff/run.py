@@ -1,7 +1,7 @@
-"""`diff`: what differs between two caches, entries or bundles, or between an entry and this machine.
+"""`diff`: the differences between two caches, entries or bundles, or between an entry and this machine.
 
-Caches and entries are told apart by their names and paired by what they have in common.
-Prints nothing; importable without torch. How a user names a side: `cgtool.toolkit.places`.
+Entries of two caches are paired by hash, then by model. `cgtool.toolkit.places` defines how a side is named on the
+command line. Prints nothing; importable without torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cgtool.toolkit.foreign.detect import check_own
 from cgtool.toolkit.places import open_place
 
 if TYPE_CHECKING:
-    from cgtool.store.machine import Machine  # costs more to load than two entries to compare
+    from cgtool.store.machine import Machine
 
 SCHEMA = 1
 
 
 class DiffReport(NamedTuple):
-    """What differs between two sides, of which people are told `old` and `new`: the most telling first."""
+    """The differences between the sides named `old` and `new`, root causes first."""
 
     old: str
     new: str
@@ -42,7 +42,8 @@ class DiffReport(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `diff --json` prints."""
-        return {"schema": SCHEMA, "equal": self.equal, "differences": [asdict(one) for one in self.differences]}
+        differences = [asdict(difference) for difference in self.differences]
+        return {"schema": SCHEMA, "equal": self.equal, "differences": differences}
 
 
 @os_errors_as_cache_errors()
@@ -50,15 +51,16 @@ def diff(old: str, new: str | None = None, *, here: bool = False, cache_dir: Pat
     """Compare two sides.
 
     Args:
-        old: The first side, as `cgtool.toolkit.places` has it.
+        old: The first side; see `cgtool.toolkit.places` for its grammar.
         new: The second side; None with `here`.
         here: Compare the first side, an entry, with this machine.
-        cache_dir: The cache in which hashes are looked up; None means the one that `warm` fills.
+        cache_dir: The cache in which hashes are looked up; None means the default cache.
 
     Raises:
-        UsageError: A side names nothing or several things, or an entry is compared with a cache of none of its model.
+        UsageError: A side does not exist or is ambiguous, or an entry is compared with a cache that has no entry of
+            its model.
         CacheError: A side cannot be read or trusted, or another system wrote it.
-        RefusedError: A bundle is not whole.
+        RefusedError: A bundle is incomplete.
     """
     if here == (new is not None):
         raise UsageError("Name two sides, A and B, or one entry and --here.")
@@ -69,18 +71,18 @@ def diff(old: str, new: str | None = None, *, here: bool = False, cache_dir: Pat
             return _with_machine(left)
         if left.hash is None and right.hash is None:
             return DiffReport(left.text, right.text, tuple(compare_caches(left, right)))
-        first = _chosen(left) if right.hash is None else _like(left, _chosen(right))
-        second = _like(right, first)
+        first = _single_entry(left) if right.hash is None else _counterpart(left, _single_entry(right))
+        second = _counterpart(right, first)
         return DiffReport(_label(left, first), _label(right, second), tuple(compare_entries(first, second)))
 
 
 def _label(side: Side, entry: EntrySide) -> str:
-    """What people are told of an entry of a side."""
+    """Return the name of a side's entry in messages."""
     return entry.label if entry.hash.startswith(side.text.lower()) else f"{entry.label} of {side.text}"
 
 
-def _chosen(side: Side) -> EntrySide:
-    """The entry that a side is; that of a cache where it has but one."""
+def _single_entry(side: Side) -> EntrySide:
+    """Return the entry that a side names, or the only entry of a cache."""
     if side.hash is not None:
         return side.entries[side.hash]
     if len(side.entries) == 1:
@@ -88,90 +90,92 @@ def _chosen(side: Side) -> EntrySide:
     raise _not_one(side, len(side.entries))
 
 
-def _like(side: Side, entry: EntrySide) -> EntrySide:
-    """The entry that a side is; of a cache the one of the same hash, else the only one of the same model."""
+def _counterpart(side: Side, entry: EntrySide) -> EntrySide:
+    """Return the entry that a side names; of a cache, the entry with the same hash or the only one of the model."""
     hash_ = entry.hash if side.hash is None else side.hash
     if hash_ in side.entries:
         return side.entries[hash_]
-    fitting = [other for other in side.entries.values() if other.likeness == entry.likeness]
-    if entry.likeness is not None and len(fitting) == 1:
-        return fitting[0]
-    raise _not_one(side, len(fitting))
+    candidates = [other for other in side.entries.values() if other.model_identity == entry.model_identity]
+    if entry.model_identity is not None and len(candidates) == 1:
+        return candidates[0]
+    raise _not_one(side, len(candidates))
 
 
 def _not_one(side: Side, count: int) -> UsageError:
-    several = f"{side.root} holds {count or 'no'} {'entry' if count == 1 else 'entries'} to compare with."
-    return UsageError(f"{several} Name one as {side.root}:HASH; `cgtool inspect cache` lists them.", path=side.root)
+    problem = f"{side.root} holds {count or 'no'} {'entry' if count == 1 else 'entries'} to compare with."
+    return UsageError(f"{problem} Name one as {side.root}:HASH; `cgtool inspect cache` lists them.", path=side.root)
 
 
 def compare_caches(old: Side, new: Side) -> list[Difference]:
-    """Return what differs between two caches.
+    """Return the differences between two caches.
 
-    Entries of one hash come first; then each pair of entries of which either side has only one of their model, down to
-    the factor; then what only one side has. An entry that cannot be read is a difference of its own.
+    Entries with the same hash come first, then pairs of entries that are the only ones of their model on either side,
+    then entries that only one side has. An entry that cannot be read is a difference.
     """
     found: list[Difference] = []
-    for hash_, one in old.entries.items():
+    for hash_, entry in old.entries.items():
         if hash_ in new.entries:
-            found += _compared(one, new.entries[hash_], f"entry {one.label}")
+            found += _compare_pair(entry, new.entries[hash_], f"entry {entry.label}")
     left = {hash_: entry for hash_, entry in old.entries.items() if hash_ not in new.entries}
     right = {hash_: entry for hash_, entry in new.entries.items() if hash_ not in old.entries}
-    olds, news = _only_ones(left.values()), _only_ones(right.values())
-    alone: list[Difference] = []
-    for likeness, one in olds.items():
-        if likeness in news:
-            other = news[likeness]
-            named = one.label if one.label == other.label else f"{one.label} → {other.label}"
-            found += _compared(one, other, f"{one.model}, entry {named}")
-            said = f"{_words(one)} is only in the first, and {other.label} only in the second"
-            alone.append(_entry(one.hash, other.hash, said))
-            del left[one.hash], right[other.hash]
-    alone += [_entry(hash_, None, f"{_words(entry)} {only_in(gone=True)}") for hash_, entry in left.items()]
-    alone += [_entry(None, hash_, f"{_words(entry)} {only_in(gone=False)}") for hash_, entry in right.items()]
-    return [*found, *alone]
+    old_models, new_models = _unique_by_model(left.values()), _unique_by_model(right.values())
+    one_sided: list[Difference] = []
+    for model, entry in old_models.items():
+        if model in new_models:
+            other = new_models[model]
+            labels = entry.label if entry.label == other.label else f"{entry.label} → {other.label}"
+            found += _compare_pair(entry, other, f"{entry.model}, entry {labels}")
+            sentence = f"{_entry_text(entry)} is only in the first, and {other.label} only in the second"
+            one_sided.append(_entry_difference(entry.hash, other.hash, sentence))
+            del left[entry.hash], right[other.hash]
+    for hash_, entry in left.items():
+        one_sided.append(_entry_difference(hash_, None, f"{_entry_text(entry)} {only_in(gone=True)}"))
+    for hash_, entry in right.items():
+        one_sided.append(_entry_difference(None, hash_, f"{_entry_text(entry)} {only_in(gone=False)}"))
+    return [*found, *one_sided]
 
 
-def _only_ones(entries: Iterable[EntrySide]) -> dict[Hashable, EntrySide]:
-    """Entries by what they have in common with others, without those of which there are several."""
+def _unique_by_model(entries: Iterable[EntrySide]) -> dict[Hashable, EntrySide]:
+    """Return the entries that are the only ones of their model, by model."""
     groups: dict[Hashable, list[EntrySide]] = {}
     for entry in entries:
-        if entry.likeness is not None:
-            groups.setdefault(entry.likeness, []).append(entry)
-    return {likeness: group[0] for likeness, group in groups.items() if len(group) == 1}
+        if entry.model_identity is not None:
+            groups.setdefault(entry.model_identity, []).append(entry)
+    return {model: group[0] for model, group in groups.items() if len(group) == 1}
 
 
-def _compared(old: EntrySide, new: EntrySide, label: str) -> list[Difference]:
+def _compare_pair(old: EntrySide, new: EntrySide, label: str) -> list[Difference]:
     try:
         return located(compare_entries(old, new), label)
     except CacheError as error:
-        return [_entry(old.hash, new.hash, f"{label} cannot be compared: {error}")]
+        return [_entry_difference(old.hash, new.hash, f"{label} cannot be compared: {error}")]
 
 
-def _words(entry: EntrySide) -> str:
+def _entry_text(entry: EntrySide) -> str:
     return f"entry {entry.label} ({entry.model})"
 
 
-def _entry(old: str | None, new: str | None, sentence: str) -> Difference:
+def _entry_difference(old: str | None, new: str | None, sentence: str) -> Difference:
     return Difference(what="entry", path=str(old or new), old=old, new=new, sentence=sentence)
 
 
 def _with_machine(side: Side) -> DiffReport:
-    from cgtool.store.machine import this_machine  # costs more to load than two entries to compare
+    from cgtool.store.machine import this_machine  # imported lazily: takes longer than comparing two entries
 
-    entry = _chosen(side)
+    entry = _single_entry(side)
     found = machine_differences(entry.key, this_machine())
     return DiffReport(_label(side, entry), "this machine", tuple(found))
 
 
 def machine_differences(key: Key, machine: Machine) -> list[Difference]:
-    """Return in which factors a machine differs from the one on which an entry was compiled."""
+    """Return the factors in which a machine differs from the one that compiled an entry."""
     from cgtool.store.machine import differences_here
 
     return factor_differences(differences_here(key, machine))
 
 
 class Side(NamedTuple):
-    """One side of a comparison: a cache and what it holds, or (`hash`) one entry of it."""
+    """One side of a comparison: a cache with its entries, or one entry of it (`hash`)."""
 
     text: str
     root: Path
@@ -181,14 +185,14 @@ class Side(NamedTuple):
 
 @contextlib.contextmanager
 def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
-    """Yield what `text` names (`cgtool.toolkit.places`); a bundle or a store of one entry is that entry."""
-    with open_place(text, cache_dir) as place:
+    """Yield the side that `text` names (see `cgtool.toolkit.places`); a bundle or store of one entry is that entry."""
+    with opened_place(text, cache_dir) as place:
         layout, hash_ = place.layout, place.hash
         entries = {other: EntrySide(layout, other) for other in layout.hashes()}
         if place.is_copy and len(entries) == 1:
             (hash_,) = entries
         elif not place.is_copy and not layout.base.is_dir():
-            message = f"{text} holds no cache of cgtool. Name a folder that holds {CACHE_FOLDER}, or an entry in it."
+            message = f"{text} does not hold a cgtool cache. Name a folder with {CACHE_FOLDER}, or an entry in it."
             raise CacheError(message, path=layout.root)
         elif not entries:
             check_own(layout.root)

@@ -1,4 +1,4 @@
-"""Entries that differ in one thing each, laid down without a compiler. Imports no torch."""
+"""Entries that differ in one thing each, written without a compiler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def forward(x):
 
 
 def piece(target: str = "torch.sin", *, eps: str = "1e-06", more: bool = False) -> PieceGraph:
-    """A piece of two operations, or of three."""
+    """Return a piece of two operations, or of three if `more`."""
     nodes = [
         Node(kind="function", target=target, args=("%0",), kwargs={}),
         Node(kind="function", target="_operator.add", args=("%1", {"f": eps}), kwargs={}),
@@ -67,7 +67,7 @@ HIDDEN = ATTENTION.inputs[0]
 
 
 def variant(graphs: list[PieceGraph], **changes: object) -> Variant:
-    """A variant of these pieces; the one that is `ATTENTION` splits."""
+    """Return a variant of these pieces; `ATTENTION` is a splitting piece."""
     fields = {
         "name": "default",
         "fixed": {},
@@ -84,7 +84,7 @@ def variant(graphs: list[PieceGraph], **changes: object) -> Variant:
 
 
 def plan_of(graphs: list[PieceGraph] | None = None, **changes: object) -> Plan:
-    """A plan of one variant."""
+    """Return a plan of one variant."""
     graphs = [piece(), ATTENTION, piece()] if graphs is None else graphs
     return Plan(
         method="forward",
@@ -95,7 +95,7 @@ def plan_of(graphs: list[PieceGraph] | None = None, **changes: object) -> Plan:
 
 
 def row(to: EntryWriter, index: int, *, shape: str = "general", data: bytes = b"code", proved: bool = True) -> Row:
-    """A row whose artifact is in place, and says that it was compiled from `piece()`."""
+    """Store an artifact that was compiled from `piece()`, and return its row."""
     origin = Origin(piece=piece().identity(), shape=parse_shape(shape))
     data = with_origin(b'"' + data + b'"', "json", origin)
     return put_row(to, "json", data, piece=index, shape=shape, compile_secs=1.0, kernels=1, proved=proved)
@@ -115,7 +115,7 @@ def lay(
     rank: int = 0,
     prefix: str = "backbone",
 ) -> EntrySide:
-    """Publish an entry; its "guards" factor follows from its plan, as warm has it."""
+    """Publish an entry; its "guards" factor follows from its plan, as in a warm."""
     plan = plan or plan_of()
     guards = digest_of(msgspec.to_builtins([tuple(variant.model_guards) for variant in plan.variants]))
     values = {**FACTORS, **(factors or {}), "guards": guards}

@@ -1,4 +1,4 @@
-"""Two caches, and how a side is named: which entries are compared with which."""
+"""Comparing caches: how a side is named, and how entries are paired."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_copy_of_a_cache_is_equal(tmp_path):
     assert compare(tmp_path) == []
 
 
-def test_an_entry_of_one_hash_and_other_content_is_compared(tmp_path):
+def test_entries_with_the_same_hash_are_compared(tmp_path):
     hash_ = lay(tmp_path / "old").hash
     assert lay(tmp_path / "new", data=b"other").hash == hash_
     (found,) = compare(tmp_path)
@@ -38,7 +38,7 @@ def test_an_entry_of_one_hash_and_other_content_is_compared(tmp_path):
     assert found.path == f"entry {hash_[:10]}: default/general/pieces 0, 2"
 
 
-def test_the_only_entries_of_a_model_are_compared_down_to_the_factor(tmp_path):
+def test_the_only_entries_of_a_model_are_paired(tmp_path):
     old, new = lay(tmp_path / "old").hash, lay(tmp_path / "new", factors={"triton": "3.4.0"}).hash
     factor, entry = compare(tmp_path)
     assert factor.sentence == f'Toy, entry {old[:10]} → {new[:10]}: triton was null and is "3.4.0" now'
@@ -46,7 +46,7 @@ def test_the_only_entries_of_a_model_are_compared_down_to_the_factor(tmp_path):
     assert entry.sentence == f"entry {old[:10]} (Toy) is only in the first, and {new[:10]} only in the second"
 
 
-def test_of_several_entries_of_a_model_no_pair_is_guessed(tmp_path):
+def test_several_entries_of_a_model_are_not_paired(tmp_path):
     lay(tmp_path / "old")
     hashes = [lay(tmp_path / "new", factors={"triton": version}).hash for version in ("3.4.0", "3.5.0")]
     found = compare(tmp_path)
@@ -54,7 +54,7 @@ def test_of_several_entries_of_a_model_no_pair_is_guessed(tmp_path):
     assert {difference.new for difference in found} == {None, *hashes}
 
 
-def test_an_entry_that_cannot_be_read_is_a_difference_and_hides_no_other(tmp_path):
+def test_an_unreadable_entry_is_a_difference_and_does_not_hide_others(tmp_path):
     broken, other = lay(tmp_path / "old"), lay(tmp_path / "old", model="Other", factors={"triton": "1"})
     lay(tmp_path / "new", data=b"other")
     (tmp_path / "new" / "torch_compile_cache" / broken.hash / "rank_0" / "backbone" / "manifest.json").write_text("{")
@@ -63,7 +63,7 @@ def test_an_entry_that_cannot_be_read_is_a_difference_and_hides_no_other(tmp_pat
     assert "cannot be compared: " in found[0].sentence
 
 
-def test_an_entry_without_a_key_is_told_apart(tmp_path):
+def test_an_entry_without_a_key_is_not_paired(tmp_path):
     hash_ = lay(tmp_path / "old").hash
     (tmp_path / "old" / "torch_compile_cache" / hash_ / KEY_FILE).unlink()
     lay(tmp_path / "new", factors={"triton": "1"})
@@ -79,7 +79,7 @@ def named(found: Side) -> tuple[Path, str | None]:
     return found.root, found.hash
 
 
-def test_sides_are_named_by_folder_by_entry_and_by_the_beginning_of_a_hash(tmp_path):
+def test_a_side_is_a_folder_an_entry_or_an_abbreviated_hash(tmp_path):
     entry = lay(tmp_path)
     folder = tmp_path / "torch_compile_cache"
     for whole in (tmp_path, folder):
@@ -90,7 +90,7 @@ def test_sides_are_named_by_folder_by_entry_and_by_the_beginning_of_a_hash(tmp_p
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(tmp_path, folder):
+def test_a_bundle_is_its_only_entry_or_a_cache_and_is_removed_afterwards(tmp_path, folder):
     entries = [lay(tmp_path / "cache", factors={"triton": version}) for version in ("3.4.0", "3.5.0")]
     hashes = [entry.hash for entry in entries]
     for name, chosen in (("one", hashes[:1]), ("both", hashes)):
@@ -104,7 +104,7 @@ def test_a_bundle_is_its_entry_or_a_cache_of_its_entries_and_is_gone_afterwards(
     assert diff(str(tmp_path / "both"), str(tmp_path / "cache")).equal
 
 
-def test_a_beginning_of_several_hashes_lists_them(tmp_path):
+def test_an_ambiguous_hash_lists_the_candidates(tmp_path):
     hashes = sorted(lay(tmp_path, factors={"triton": str(i)}).hash for i in range(17))
     first = next(digit for digit in "0123456789abcdef" if sum(hash_[0] == digit for hash_ in hashes) > 1)
     with pytest.raises(UsageError, match=rf"\d entries begin with '{first}' in ") as caught:
@@ -113,7 +113,7 @@ def test_a_beginning_of_several_hashes_lists_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         pytest.param("nothing here", "There is no 'nothing here'", id="no path"),
         pytest.param("x" * 5000, "There is no ", id="too long for a path"),
@@ -124,13 +124,13 @@ def test_a_beginning_of_several_hashes_lists_them(tmp_path):
         pytest.param("zz:ab", "There is no ", id="no such root"),
     ],
 )
-def test_what_names_nothing_is_wrong_usage(text, words, tmp_path, monkeypatch):
+def test_a_name_without_a_match_is_a_usage_error(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         side(text, tmp_path)
 
 
-def test_a_hash_that_no_entry_has_is_wrong_usage_and_an_empty_cache_says_so(tmp_path):
+def test_an_unknown_hash_and_an_empty_cache_are_errors(tmp_path):
     with pytest.raises(CacheError, match="holds no entry"):
         side("ab", tmp_path)
     entry = lay(tmp_path)
@@ -143,7 +143,7 @@ def test_a_hash_that_no_entry_has_is_wrong_usage_and_an_empty_cache_says_so(tmp_
     [
         pytest.param({}, [], id="equal"),
         pytest.param({"torch": None}, ["torch"], id="no torch"),
-        pytest.param({"capability": None, "compiler": None, "accelerators": None}, [], id="what is not known"),
+        pytest.param({"capability": None, "compiler": None, "accelerators": None}, [], id="unknown facts"),
         pytest.param(
             {"python": "cpython 3.9", "torch": {**MACHINE.torch, "version": "3"}},
             ["torch.version", "python"],
@@ -151,6 +151,6 @@ def test_a_hash_that_no_entry_has_is_wrong_usage_and_an_empty_cache_says_so(tmp_
         ),
     ],
 )
-def test_a_machine_is_compared_as_far_as_it_is_known(changes, paths):
+def test_a_machine_is_compared_by_its_known_facts(changes, paths):
     key = Key.of(Factor(name=name, value=value) for name, value in MACHINE.factors.items())
     assert [difference.path for difference in machine_differences(key, replace(MACHINE, **changes))] == paths
