@@ -50,7 +50,9 @@ def test_each_sample_is_one_table_and_one_json_document(samples):
     assert rows["torch_inductor"][-2].endswith(", 370.4 KiB on disk")
     assert rows["triton"][1].split()[:5] == ["GH3I6RWKZUZXIUPED6PSHII…", "kernel", "-", "scale", "cuda:90"]
     assert rows["mega_cache"][2].split()[:2] == ["artifact", "what"]
-    assert "1572951577: rank_0_0/backbone/vllm_compile_cache.py names files under" in tables[0].err.replace("\n", " ")
+    assert "1572951577: rank_0_0/backbone/vllm_compile_cache.py was moved and still names files under" in tables[
+        0
+    ].err.replace("\n", " ")
 
     documents = [ran.report for ran in _inspect(samples, *((name, "--json") for name in names))]
     assert all(list(document) == KEYS for document in documents)
@@ -126,9 +128,9 @@ def test_an_empty_folder_is_an_empty_cache_and_a_folder_with_other_files_is_not(
     document, of_empty, of_begun = (run("inspect", "cache", path, "--json") for path in (home, empty, begun))
     by_variable = run("inspect", "cache", env={"CGTOOL_CACHE_DIR": str(home)})
     plain = [run("inspect", "cache", home), by_variable, run("verify", home)]
-    message = (
-        f"{tmp_path}/home\\x1b[2J is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or "
-        "Triton, and no mega-cache file. Name the cache's folder or file."
+    said = (
+        f"{tmp_path}/home\\x1b[2J is not a cache of cgtool, vLLM, ATOM, torch's Inductor or Triton, and not a "
+        "mega-cache file. Name the cache's folder or file."
     )
     assert (document.code, document.report["error"]["message"]) == (1, message)
     assert [(ran.code, ran.out, ran.err) for ran in plain] == [(1, "", f"Error: {message}\n")] * 3
@@ -160,7 +162,7 @@ def test_an_entry_of_vllm_shows_its_coverage_and_what_is_not_recorded(samples):
     assert lines[1] == "model, 6 artifacts, 1.1 MiB, rank 0_0, 1 part: backbone"
     assert lines[2:4] == ["Compiled:", "  rank 0_0 backbone, pieces 0, 1, 4 for num_tokens=1-2048, num_tokens=8"]
     assert lines[5].split() == ["artifact", "what", "rank", "shape", "piece", "target", "size", "pickle"]
-    assert lines[-1].startswith("vLLM records no guards, no compile times and no uses")
+    assert lines[-1].startswith("vLLM does not record guards, compile times and uses")
     report = document.report
     assert list(report) == ["schema", "system", "version", "root", "entry", "shapes", "holes", "not_recorded"]
     assert (report["schema"], report["system"], report["version"]) == (2, "vllm", "ranges")
@@ -187,8 +189,8 @@ def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
     assert "Holes:\n  rank 0_0 backbone, piece 1 for num_tokens=8\n" in text.out
 
 
-def test_an_ambiguous_or_unknown_entry_lists_the_entries(samples):
-    for entry, what in ((None, "Several entries fit"), ("x", "No entry fits")):
+def test_an_entry_that_is_not_one_is_asked_for_again(samples):
+    for entry, what in ((None, "Several entries match"), ("x", "No entry matches")):
         with pytest.raises(UsageError, match=what) as error:
             inspect_entry(entry, cache_dir=samples["vllm"])
         assert str(error.value).splitlines()[1:3] == ["  1572951577", "  2e78731c30"]
@@ -267,9 +269,9 @@ def test_a_piece_of_vllm_is_named_like_one_of_cgtool(samples):
     assert artifact(samples["vllm"], "1572/4", shape="8", rank=0).artifact.path.endswith("range_8_8_subgraph_4")
     assert artifact(samples["vllm-old"], "1517/2").artifact.shape == {}
     for options, what in (
-        ({}, "Several artifacts fit"),
-        ({"shape": "9"}, "No artifact fits"),
-        ({"shape": "8", "rank": 1}, "No artifact fits"),
+        ({}, "Several artifacts match"),
+        ({"shape": "9"}, "No artifact matches"),
+        ({"shape": "8", "rank": 1}, "No artifact matches"),
         ({"variant": 0}, "have no variants"),
     ):
         with pytest.raises(UsageError, match=what):
@@ -283,7 +285,7 @@ def test_other_commands_refuse_caches_of_other_systems(samples):
     rans.append(run("prune", vllm, "--yes"))
     for ran, system in zip(rans, ("vllm", "mega_cache", *["vllm"] * 3), strict=True):
         assert (ran.code, ran.out) == (1, "")
-        assert f"is a cache of another system ({system}), which cgtool only looks into" in ran.err
+        assert f"is a cache of another system ({system}), which cgtool can only inspect" in ran.err
 
 
 def test_untrusted_text_is_escaped_in_entries_keys_and_artifacts(tmp_path):

@@ -144,7 +144,7 @@ def test_an_ambiguous_or_unknown_hash_lists_the_entries(tmp_path):
     assert several.err == f"Error: {tmp_path} holds 2 entries. Name one of these:\n{listed}"
     assert none.err == f"Error: No entry begins with 'nothing' in {tmp_path}. Name one of these:\n{listed}"
     assert key.err == several.err
-    assert artifact.err.startswith("Error: 'zz/1' names no artifact. Give the beginning of its digest")
+    assert artifact.err.startswith("Error: 'zz/1' does not name an artifact. Give the start of its digest")
 
 
 def test_every_factor_of_a_key_is_shown_with_its_value(tmp_path):
@@ -221,10 +221,10 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
         "warnings": [],
     }
     assert missing.err == (
-        "Error: No artifact of this entry fits. Name one of these by its digest, or by --shape, --variant, --rank and "
+        "Error: No artifact of this entry matches. Name one of these by its digest, or by --shape, --variant, --rank and "
         f"--prefix:\n  {row.artifact.digest[:10]}  piece 2, shape general, variant 0, rank 0, backbone\n"
     )
-    assert unknown.err == "Error: No artifact fits. cgtool inspect entry shows the digests of an entry.\n"
+    assert unknown.err == "Error: No artifact matches. cgtool inspect entry shows the digests of an entry.\n"
     assert {ran.code for ran in (missing, unknown, ambiguous)} == {2}
 
 

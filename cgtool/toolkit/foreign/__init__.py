@@ -1,7 +1,7 @@
-"""Readers for the caches of other systems: vLLM, ATOM, torch, Triton, a mega-cache file. Must not import torch.
+"""Readers for the caches of other systems: vLLM, ATOM, torch, Triton, mega-cache files. Must not import torch.
 
-Which system wrote a folder or a file is found by looking at it (`detect`). Reading changes nothing, unpickles nothing
-and executes nothing: Python literals are matched to a grammar of literals first, JSON and binary formats have limits,
-links are not followed, and what breaks a format becomes a warning or a problem and never an error. The formats are
-described at the heads of the modules that read them.
+`detect` recognizes the system that wrote a folder or a file by its contents. Readers change, unpickle and execute
+nothing. They match Python literals to a strict grammar before parsing them, limit the size of JSON and binary formats,
+and do not follow links. A malformed file becomes a warning or a problem, never an error. The module that reads a format
+describes it in its docstring.
 """

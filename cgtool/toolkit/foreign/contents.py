@@ -1,7 +1,7 @@
-"""What an artifact of another system holds: kernels and text, read as data. Must not import torch.
+"""Reads the contents of another system's artifact: kernels and text. Must not import torch.
 
-Text by its ending; native code by what it says of itself; of anything else, which is pickle more often than not, the
-modules that Inductor wrote, looked for as texts (`cgtool.store.compiled_code`). Nothing is unpickled, linked or run.
+Text is recognized by suffix, and native code describes itself. Any other file is probably a pickle, which is searched
+for the text of modules that Inductor generated (`cgtool.store.compiled_code`). Nothing is unpickled, linked or run.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ _LANGUAGES = {
     **dict.fromkeys((".ptx", ".amdgcn", ".llir", ".ttgir", ".ttir", ".source", ".spvasm", ".gluon"), "text"),
 }
 _ELF = b"\x7fELF"
-_MOST_BYTES = 64 << 20
-_MOST_TEXT_BYTES = 4 << 20
-#: Of an artifact that is a folder: how many files are opened.
-_MOST_FILES = 64
+_MAX_BYTES = 64 << 20
+_MAX_TEXT_BYTES = 4 << 20
+#: Maximum number of files that are opened in an artifact that is a folder.
+_MAX_FILES = 64
 
 
 def foreign_contents(entry: ForeignEntry, artifact: ForeignArtifact) -> Contents:
-    """Return what an artifact holds."""
+    """Return the contents of an artifact."""
     warnings: list[str] = []
-    tree = Tree(entry.path)  # what of the cache is skipped, `inspect cache` says
+    tree = Tree(entry.path)  # its warnings are reported by `inspect cache`
     if entry.kind == "mega_cache":
         parts = list(_member(tree, artifact, warnings))
         names: tuple[tuple[str, int], ...] = ()
     else:
         files = _files(tree, artifact)
-        names = tuple((_below(file, artifact), file.size_bytes) for file in files) if len(files) > 1 else ()
+        prefix = f"{artifact.path}/"
+        names = tuple((file.path.removeprefix(prefix), file.size_bytes) for file in files) if len(files) > 1 else ()
         parts = list(_read(tree, files, warnings))
-    return _joined(artifact, names, [_of_file(name, data, warnings) for name, data in parts], warnings)
+    return _merge(artifact, names, [_file_contents(name, data, warnings) for name, data in parts], warnings)
 
 
 def _files(tree: Tree, artifact: ForeignArtifact) -> list[File]:
-    """The file that it is, or those in the folder that it is; nothing outside of the entry has a name here."""
-    if not tree.is_folder(""):  # the entry is one file
+    """Return the artifact's file, or the files of its folder; a path outside of the entry is not in the tree."""
+    if not tree.is_folder(""):  # the entry is a single file
         return list(tree.files.values())
     file = tree.files.get(artifact.path)
     return [file] if file is not None else tree.under(artifact.path) if tree.is_folder(artifact.path) else []
@@ -53,37 +54,37 @@ def _files(tree: Tree, artifact: ForeignArtifact) -> list[File]:
 
 def _read(tree: Tree, files: Iterable[File], warnings: list[str]) -> Iterator[tuple[str, bytes]]:
     for number, file in enumerate(files):
-        if number == _MOST_FILES:
-            warnings.append(f"Only the first {_MOST_FILES} files were opened.")
+        if number == _MAX_FILES:
+            warnings.append(f"Only the first {_MAX_FILES} files were opened.")
             return
-        if file.size_bytes > _MOST_BYTES:
+        if file.size_bytes > _MAX_BYTES:
             warnings.append(f"{shown(file.name)} was not opened: it has {file.size_bytes} bytes.")
             continue
         try:
-            yield file.name, tree.read(file.path, _MOST_BYTES)
+            yield file.name, tree.read(file.path, _MAX_BYTES)
         except (CacheError, OSError) as error:
-            warnings.append(f"{shown(file.name)} was not read: {error}")
+            warnings.append(f"{shown(file.name)} could not be read: {error}")
 
 
 def _member(tree: Tree, artifact: ForeignArtifact, warnings: list[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the bytes of a member of a mega-cache."""
     try:
-        with tree.opened("") as stream:
+        with tree.open("") as stream:
             for member in read_structure(stream).members:
-                if f"{member.kind}/{member.key}" == artifact.path and member.size_bytes <= _MOST_BYTES:
+                if f"{member.kind}/{member.key}" == artifact.path and member.size_bytes <= _MAX_BYTES:
                     stream.seek(member.start)
                     yield member.key, stream.read(member.size_bytes)
                     return
     except (CacheError, OSError) as error:
-        warnings.append(f"It was not read: {error}")
+        warnings.append(f"The artifact could not be read: {error}")
 
 
-def _of_file(name: str, data: bytes, warnings: list[str]) -> Contents:
+def _file_contents(name: str, data: bytes, warnings: list[str]) -> Contents:
     language = _LANGUAGES.get(PurePosixPath(name).suffix)
     if language is not None:
-        if len(data) > _MOST_TEXT_BYTES:
-            warnings.append(f"{shown(name)} has {len(data)} bytes, of which the first {_MOST_TEXT_BYTES} are shown.")
-        text = data[:_MOST_TEXT_BYTES].decode("utf-8", "backslashreplace")
+        if len(data) > _MAX_TEXT_BYTES:
+            warnings.append(f"{shown(name)} has {len(data)} bytes; only the first {_MAX_TEXT_BYTES} are shown.")
+        text = data[:_MAX_TEXT_BYTES].decode("utf-8", "backslashreplace")
         kernels = inductor_kernels(text) if language == "python" else ()
         source = Source(language=language, text=text)
         return Contents(size_bytes=len(data), kernels=kernels, target={}, sources=(source,))
@@ -94,7 +95,7 @@ def _of_file(name: str, data: bytes, warnings: list[str]) -> Contents:
     return contents_of(data, "aot")
 
 
-def _joined(
+def _merge(
     artifact: ForeignArtifact, names: tuple[tuple[str, int], ...], parts: list[Contents], warnings: list[str]
 ) -> Contents:
     sources = dict.fromkeys((source.language, source.text) for part in parts for source in part.sources)
@@ -107,7 +108,3 @@ def _joined(
         sources=tuple(Source(language=language, text=text) for language, text in sources),
         warnings=tuple(warnings),
     )
-
-
-def _below(file: File, artifact: ForeignArtifact) -> str:
-    return file.path.removeprefix(f"{artifact.path}/")

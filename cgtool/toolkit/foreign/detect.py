@@ -1,7 +1,7 @@
-"""Which system wrote a folder or a file, found by looking at it, and what it holds. Must not import torch.
+"""Detects which system wrote a folder or a file, and dispatches to its reader. Must not import torch.
 
-Looking reads names, three levels deep, and the beginning of a single file. Where several fit, the first rules: cgtool,
-vLLM and ATOM, torch, Triton; a folder of torch's holds one of Triton's, and one of vLLM's may hold both.
+Detection reads names, three levels deep, or the start of a single file. Systems are tried in the order cgtool, vLLM and
+ATOM, torch, Triton, because torch's folder contains Triton's, and vLLM's may contain both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cgtool.toolkit.foreign.torch_caches import (
     read_torch_inductor,
     read_triton,
 )
-from cgtool.toolkit.foreign.tree import opened, shown
+from cgtool.toolkit.foreign.tree import open_regular, shown
 from cgtool.toolkit.foreign.vllm import detect_vllm, read_vllm
 
 _READERS = {
@@ -40,7 +40,7 @@ _TAG_BYTES = 512
 
 
 def detect(path: Path) -> str | None:
-    """Return which system wrote a folder or a file, one of `SYSTEMS`; None if none is known to."""
+    """Return the system that wrote a folder or a file, one of `SYSTEMS`; None if unknown."""
     path = path.absolute()
     try:
         if not path.is_dir():
@@ -51,12 +51,12 @@ def detect(path: Path) -> str | None:
         if system is None and is_torch_inductor(path):
             return "torch_inductor"
         return system or (None if find_triton(path) is None else "triton")
-    except OSError:  # a name that is too long, a loop of links
+    except OSError:  # for example, a name that is too long or a link loop
         return None
 
 
 def read_foreign(path: Path | None) -> ForeignCache | None:
-    """Return what another system's cache holds; None where cgtool or no known system wrote what lies there."""
+    """Read another system's cache; None if cgtool or no known system wrote it."""
     if path is None:
         return None
     path = path.expanduser().absolute()
@@ -65,46 +65,43 @@ def read_foreign(path: Path | None) -> ForeignCache | None:
 
 
 def check_known(root: Path) -> None:
-    """Check that a folder without entries is one that cgtool may fill, and not a folder of other things."""
+    """Raise CacheError if a folder without entries holds unrelated files, so that cgtool must not fill it."""
     try:
         holds_others = root.is_dir() and not CacheLayout(root=root).base.is_dir() and any(root.iterdir())
     except OSError as error:
         message = f"{shown(root)} could not be listed: {error.strerror}. Check its permissions."
         raise CacheError(message, path=root) from error
     if holds_others and detect(root) is None:
-        raise _unknown(root)
+        raise CacheError(
+            f"{shown(root)} is not a cache of cgtool, vLLM, ATOM, torch's Inductor or Triton, and not a mega-cache "
+            "file. Name the cache's folder or file.",
+            path=root,
+            expected=SYSTEMS,
+        )
 
 
 def check_own(root: Path) -> None:
-    """Check that a folder without entries is no other system's cache."""
+    """Raise CacheError if a folder without entries is another system's cache."""
     system = detect(root)
     if system not in (None, "cgtool"):
         message = (
-            f"{root} is a cache of another system ({system}), which cgtool only looks into: cgtool inspect cache {root}"
+            f"{root} is a cache of another system ({system}), which cgtool can only inspect: cgtool inspect cache "
+            f"{root}"
         )
         raise CacheError(message, path=root, actual=system)
 
 
-def _unknown(path: Path) -> CacheError:
-    return CacheError(
-        f"{shown(path)} is no cache that cgtool knows: none of its own, of vLLM, ATOM, torch's Inductor or Triton, "
-        "and no mega-cache file. Name the cache's folder or file.",
-        path=path,
-        expected=SYSTEMS,
-    )
-
-
 def _is_own(path: Path) -> bool:
-    """Whether cgtool keeps its cache in a folder: a root, or the `torch_compile_cache` in one."""
+    """Return whether a folder is a root of cgtool's cache, or the `torch_compile_cache` in one."""
     layout = CacheLayout.at(path)
     try:
-        with opened(layout.tag) as stream:
+        with open_regular(layout.tag) as stream:
             if _MARK in stream.read(_TAG_BYTES):
                 return True
     except (CacheError, OSError):
         pass
     names = names_in(layout.base)
     return len(_OWN_FOLDERS.intersection(names)) > 1 or any(
-        is_hash(name) and os.path.isfile(layout.base / name / KEY_FILE)  # noqa: PTH113 - false of what cannot be read
+        is_hash(name) and os.path.isfile(layout.base / name / KEY_FILE)  # noqa: PTH113 - False if it cannot be read
         for name in names
     )

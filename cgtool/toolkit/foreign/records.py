@@ -1,7 +1,7 @@
-"""What a cache of another system holds: its records, and how they are made of files. Must not import torch.
+"""Records of another system's cache, and functions that make them from files. Must not import torch.
 
-The fields of each record are its JSON, in this order. Names, paths, factors and problems may hold anything that a
-stranger wrote: show them through `cgtool.cli.text.plain`.
+The fields of each record are its JSON, in this order. Names, paths, factors and problems are untrusted text: print them
+through `cgtool.cli.text.plain`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from cgtool.errors import CacheError
 from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
 from cgtool.store.records import Factor, timestamp
-from cgtool.toolkit.foreign.formats import MOST_BYTES, native_target, parse_json, pickle_protocol, read_structure
+from cgtool.toolkit.foreign.formats import MAX_BYTES, native_target, parse_json, pickle_protocol, read_structure
 from cgtool.toolkit.foreign.tree import File, Tree, shown
 from cgtool.toolkit.selection import selection_error
 
 SCHEMA = 2
 
 _HEAD_BYTES = 64
-#: File systems round times, and a file is often looked at as it is written.
+#: A read within this time of writing does not count: file systems round times, and writers read their files back.
 _SECS_AFTER_WRITING = 2.0
-#: Text that a compiler or a person reads, and code that only a driver loads: a cache has thousands of them, and none is
-#: opened for a listing.
+#: Suffixes of text and of code for drivers. A cache has thousands of these files, and a listing opens none of them.
 _UNOPENED = (
     *(".py", ".cpp", ".h", ".hpp", ".json", ".best_config", ".lock"),
     *(".ptx", ".amdgcn", ".llir", ".ttgir", ".ttir", ".source", ".spvasm", ".gluon", ".cubin", ".hsaco", ".spv"),
@@ -34,67 +33,66 @@ _UNOPENED = (
 
 
 class ForeignArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One compiled thing of an entry, or one that its index names and that is not there."""
+    """One artifact of an entry, or a missing one that the entry's index names."""
 
-    #: Where it lies under the entry's folder, with "/"; where it would lie if it is missing. An artifact may be a
-    #: folder.
+    #: Path below the entry's folder, with "/"; the expected path if it is missing. An artifact may be a folder.
     path: str
-    #: What it is, in one word: "compiled_artifact", "unpacked_artifact", "aot_model", "generated_code",
-    #: "compiled_graph", "autograd_graph", "native_code", "header", "kernel_binary", "kernel_code", "metadata",
-    #: "inductor_cache", "triton_cache", "member", ...
+    #: Its type: "compiled_artifact", "unpacked_artifact", "aot_model", "generated_code", "compiled_graph",
+    #: "autograd_graph", "native_code", "header", "kernel_binary", "kernel_code", "metadata", "inductor_cache",
+    #: "triton_cache", "member", ...
     what: str
-    #: Its bytes on the disk; 0 where it is missing.
+    #: Bytes on disk; 0 if it is missing.
     size_bytes: int
     #: The rank as the system spells it: "0", or "0_0" for vLLM's rank and data-parallel rank; "" for all.
     rank: str = ""
-    #: Which compiled part of the model; "" where the system names none.
+    #: The compiled part of the model; "" if the system names none.
     prefix: str = ""
-    #: What it was compiled for; None where that is unknown.
+    #: The shape that it was compiled for; None if unknown.
     shape: Shape | None = None
-    #: The piece's number; None where that is unknown.
+    #: None if unknown.
     piece_index: int | None = None
-    #: Whether loading it unpickles, that is: executes what it says.
+    #: Whether loading it unpickles, which can execute code.
     holds_pickle: bool = False
-    #: What it runs on, such as "cuda:90" or "x86_64"; None where that is unknown.
+    #: The target device or processor, such as "cuda:90" or "x86_64"; None if unknown.
     target: str | None = None
-    #: What it holds, each in a few words.
+    #: Short descriptions of its contents.
     members: tuple[str, ...] = ()
-    #: What is wrong with it, each a clause.
+    #: Clauses that describe faults.
     problems: tuple[str, ...] = ()
 
 
 class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a system keeps and looks up as one thing."""
+    """The unit that a system stores and looks up."""
 
-    #: What the system calls it: a hash, a key.
+    #: The system's name for it: a hash or a key.
     name: str
     #: "model", "aot_model", "graph", "autograd_graph", "generated_code", "kernel", "launcher", "mega_cache",
     #: "artifact", "shared" or "other".
     kind: str
-    #: Its folder, or its file.
+    #: Its folder or file.
     path: Path
-    #: In the index's order, then what no index names.
+    #: In the order of the index, followed by artifacts that no index names.
     artifacts: tuple[ForeignArtifact, ...]
-    #: Its bytes on the disk, a file of several names once.
+    #: Bytes on disk; a file with several hard links counts once.
     size_bytes: int
-    #: How many names of files it has.
+    #: Number of file names.
     num_files: int
-    #: When its oldest file was written, in UTC; None where it has none.
+    #: When its oldest file was written, in UTC; None if it has no files.
     created: str | None
-    #: When one of its files was read last, in UTC, as the file system noted it; None where no file was read after it
-    #: was written. No foreign system keeps a stamp of its own, and many disks are mounted without.
+    #: The latest access time of its files, in UTC; None if no file was read after it was written. No other system keeps
+    #: its own stamps, and many file systems are mounted without access times.
     last_used: str | None
-    #: As artifacts spell them.
+    #: As spelled in its artifacts.
     ranks: tuple[str, ...] = ()
     #: The compiled parts of the model.
     prefixes: tuple[str, ...] = ()
-    #: The key's factors as the system wrote them in JSON; None where it wrote none.
+    #: The factors of the key, as the system wrote them in JSON; None if it wrote none.
     factors: Json = None
-    #: What is wrong with it and with no single artifact.
+    #: Faults that do not belong to a single artifact.
     problems: tuple[str, ...] = ()
-    #: Whether its path may be removed, and nothing else breaks.
+    #: Whether its path can be removed without breaking anything else.
     deletable: bool = True
-    #: Why it may not; "" where it may.
+    #: Why it is not deletable; "" if it is.
     why_not: str = ""
 
     @classmethod
@@ -109,40 +107,41 @@ class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
         files: Iterable[File] | None = None,
         **rest: Any,
     ) -> ForeignEntry:
-        """Return an entry with the sizes and times of `files`, or else of all files in its folder of the tree."""
-        own = list(tree.under(folder) if files is None else files)
-        used = [file.read for file in own if file.read > file.written + _SECS_AFTER_WRITING]
+        """Make an entry with the sizes and times of `files`, by default of all files in its folder."""
+        files = list(tree.under(folder) if files is None else files)
+        reads = [file.read for file in files if file.read > file.written + _SECS_AFTER_WRITING]
         return cls(
             name=name,
             kind=kind,
             path=tree.top / folder,
             artifacts=tuple(artifacts),
-            size_bytes=size_of(own),
-            num_files=len(own),
-            created=_iso(min((file.written for file in own), default=None)),
-            last_used=_iso(max(used, default=None)),
+            size_bytes=size_of(files),
+            num_files=len(files),
+            created=_iso(min((file.written for file in files), default=None)),
+            last_used=_iso(max(reads, default=None)),
             **rest,
         )
 
     @classmethod
-    def others(cls, tree: Tree, files: Iterable[File], why: str) -> list[ForeignEntry]:
-        """Return what lies in a cache and belongs to none of its entries as one entry, if there is any."""
-        own = list(files)
-        return [cls.of("other files", "other", tree, (), files=own, deletable=False, why_not=why)] if own else []
+    def others(cls, tree: Tree, files: list[File], why: str) -> list[ForeignEntry]:
+        """Return one entry for the files that belong to no other entry, if there are any."""
+        return [cls.of("other files", "other", tree, (), files=files, deletable=False, why_not=why)] if files else []
 
     @property
     def key_factors(self) -> tuple[Factor, ...]:
-        """What the system wrote of the key, as factors; none where it wrote nothing."""
-        said = self.factors if isinstance(self.factors, dict) else {} if self.factors is None else {"": self.factors}
-        return tuple(Factor(name=name, value=value) for name, value in said.items())
+        """The factors of the key that the system recorded."""
+        if self.factors is None:
+            return ()
+        factors = self.factors if isinstance(self.factors, dict) else {"": self.factors}
+        return tuple(Factor(name=name, value=value) for name, value in factors.items())
 
     @property
     def kernel(self) -> dict[str, Json]:
-        """The metadata that Triton wrote of a kernel; {} where this is another thing."""
+        """Triton's metadata of a kernel; {} if the entry is not a kernel."""
         return self.factors if self.kind == "kernel" and isinstance(self.factors, dict) else {}
 
     def all_problems(self) -> Iterator[str]:
-        """Yield its problems and those of its artifacts, which are named."""
+        """Yield its problems, and those of its artifacts with their paths."""
         yield from self.problems
         for artifact in self.artifacts:
             for problem in artifact.problems:
@@ -150,27 +149,27 @@ class ForeignEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignCache(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache of one system."""
+    """A cache of another system."""
 
     #: "vllm", "atom", "torch_inductor", "triton", "mega_cache" or "compiled_artifact".
     system: str
-    #: Which version wrote it, where the files say so.
+    #: The version that wrote it, if the files state it.
     version: str | None
-    #: The folder that all entries lie in, or the file.
+    #: The folder of all entries, or the file.
     root: Path
-    #: By name.
+    #: Sorted by name.
     entries: tuple[ForeignEntry, ...]
-    #: What all of it takes on the disk, a file of several names once.
+    #: Bytes on disk; a file with several hard links counts once.
     size_bytes: int
     warnings: tuple[str, ...]
-    #: What may be removed from such a cache and when, in a sentence.
+    #: Advice on what may be removed from such a cache, and when.
     deletion: str
 
     @classmethod
     def of(
         cls, system: str, tree: Tree, entries: Iterable[ForeignEntry], *, version: str | None = None, deletion: str
     ) -> ForeignCache:
-        """Return the cache that a tree is."""
+        """Make the record of the cache in a tree."""
         return cls(
             system=system,
             version=version,
@@ -183,83 +182,83 @@ class ForeignCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def foreign_json(record: msgspec.Struct) -> dict[str, Any]:
-    """Return a record's JSON form: its fields, paths as text."""
-    found: dict[str, Any] = msgspec.to_builtins(record, enc_hook=str)
-    return found
+    """Return the JSON form of a record; paths are strings."""
+    document: dict[str, Any] = msgspec.to_builtins(record, enc_hook=str)
+    return document
 
 
 def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
-    """Return the one entry of a cache that fits."""
-    wanted = (beginning or "").lower()
-    fitting = [
+    """Return the only entry whose name starts with `beginning`, or raise UsageError."""
+    prefix = (beginning or "").lower()
+    matching = [
         entry
         for entry in cache.entries
-        if any(name.lower().startswith(wanted) for name in (entry.name, entry.name.rpartition("/")[2]))
+        if any(name.lower().startswith(prefix) for name in (entry.name, entry.name.rpartition("/")[2]))
     ]
-    exact = [entry for entry in fitting if entry.name == beginning]
-    if len(exact or fitting) == 1:
-        return (exact or fitting)[0]
-    what = "Several entries fit" if fitting else "No entry fits"
-    listed = [shown(entry.name) for entry in fitting or cache.entries]
-    raise selection_error(f"{what}. Name one of these", listed, path=cache.root, actual=beginning)
+    exact = [entry for entry in matching if entry.name == abbreviate]
+    if len(exact or matching) == 1:
+        return (exact or matching)[0]
+    problem = "Several entries match" if matching else "No entry matches"
+    listed = [redacted(entry.name) for entry in matching or cache.entries]
+    raise selection_error(f"{problem}. Name one of these", listed, path=cache.root, actual=abbreviate)
 
 
 def size_of(files: Iterable[File]) -> int:
-    """Return what files take, one of several names once."""
+    """Return the size of files; one with several hard links counts once."""
     return sum({file.identity: file.size_bytes for file in files}.values())
 
 
 def read_json(tree: Tree, path: str) -> Any:
-    """Return the value of a JSON file."""
-    return parse_json(tree.read(path, MOST_BYTES))
+    """Read a JSON file."""
+    return parse_json(tree.read(path, MAX_BYTES))
 
 
 def file_artifact(
     tree: Tree, file: File, what: str, *, top: str = "", pickled: bool = False, **rest: Any
 ) -> ForeignArtifact:
-    """Return the artifact of a file; its path is given under the folder `top`.
+    """Make the artifact of a file; its path is relative to the folder `top`.
 
-    No more than its beginning is read, and that only if its system unpickles it or its ending does not say what it is.
+    Only the start of the file is read, and only if its system unpickles it or its suffix is unknown.
     """
-    problems = [] if file.size_bytes else ["zero bytes"]
+    problems = [] if file.size_bytes else ["it is empty"]
     head = b""
     if file.size_bytes and (pickled or not file.name.endswith(_UNOPENED)):
         try:
-            with tree.opened(file.path) as stream:
+            with tree.open(file.path) as stream:
                 head = stream.read(_HEAD_BYTES)
         except (CacheError, OSError) as error:
             problems.append(str(error))
     protocol = pickle_protocol(head)
     if pickled:
         rest["members"] = () if protocol is None else (f"pickle protocol {protocol}",)
-        problems += ["does not begin as a pickle does"] * (protocol is None and not problems)
+        problems += ["it does not start like a pickle"] * (protocol is None and not problems)
     else:
         rest.setdefault("target", native_target(head))
         if file.name.endswith((".so", ".o")) and head and not head.startswith(b"\x7fELF"):
-            problems.append("is no native code, by its beginning")
+            problems.append("it does not start like native code")
     return _artifact(file, what, problems, top=top, holds_pickle=pickled or protocol is not None, **rest)
 
 
 def binary_artifact(
     tree: Tree, file: File, *, key: str | None = None, top: str = "", **rest: Any
 ) -> tuple[ForeignArtifact, str | None]:
-    """Return the artifact of a file that `CompiledArtifact.save` wrote, and the digest of the torch that wrote it.
+    """Make the artifact of a file that `CompiledArtifact.save` wrote; also return the digest of torch in the file.
 
-    `key` is what an index says that it is looked up by; None where no index does.
+    `key` is its key according to an index; None without an index.
     """
     what, problems = "compiled_artifact", []
     try:
-        with tree.opened(file.path) as stream:
+        with tree.open(file.path) as stream:
             structure = read_structure(stream)
-    except CacheError as error:  # what is too broken to tell is unpickled all the same
-        problems = [str(error) if file.size_bytes else "zero bytes"]
+    except CacheError as error:  # its system would still unpickle it
+        problems = [str(error) if file.size_bytes else "it is empty"]
         return _artifact(file, what, problems, top=top, holds_pickle=True, **rest), None
     if structure.is_mega:
-        problems.append("is a mega-cache and no compiled artifact")
+        problems.append("it is a mega-cache, not a compiled artifact")
     if None not in (key, structure.key) and key != structure.key:
         problems.append(f"the index names the key {shown(key)}, and the file holds {shown(structure.key)}")
     if not structure.checked:
-        problems.append("its checksum was not compared, for it is too large to read now")
+        problems.append("its checksum was not compared because the file is too large")
     holds_pickle = any(member.protocol is not None for member in structure.members)
     members = tuple(member.describe() for member in structure.members)
     artifact = _artifact(file, what, problems, top=top, holds_pickle=holds_pickle, members=members, **rest)
@@ -274,5 +273,5 @@ def _artifact(file: File, what: str, problems: list[str], *, top: str, **rest: A
 def _iso(secs: float | None) -> str | None:
     try:
         return None if secs is None else timestamp(secs)
-    except (OverflowError, ValueError, OSError):  # a year that no calendar has
+    except (OverflowError, ValueError, OSError):  # outside of the calendar's range
         return None

@@ -1,28 +1,28 @@
-"""The caches of torch's compiler and of Triton, and torch's single files. Must not import torch.
+"""The caches of torch's compiler and of Triton, and torch's single-file caches. Must not import torch.
 
-    /tmp/torchinductor_<user>/               the folder that TORCHINDUCTOR_CACHE_DIR names
-      fxgraph/<key[1:3]>/<key>/<digest>      compiled graphs, pickle; the digests are of one key under several guards
-      aotautograd/<key>/<digest>             the same around them, pickle
+    /tmp/torchinductor_<user>/               or TORCHINDUCTOR_CACHE_DIR
+      fxgraph/<key[1:3]>/<key>/<digest>      compiled graphs, pickled; one file for each set of guards of a key
+      aotautograd/<key>/<digest>             AOTAutograd's wrappers of the graphs, pickled
       <two letters>/c<...>.py .cpp .so .h .main.cpp .main.so .kernel.so .best_config ...    generated code
-      precompiled_headers/                   large, and made again
+      precompiled_headers/                   large, and rebuilt when missing
       triton/<device>/<hash>/                Triton's cache
       locks/                                 empty files
 
-A graph's file names the code that it needs and writes it anew where it is missing. Keys are "f" or "a" and 51 letters
-of base32.
+A graph's file names the code that it needs, and holds a copy in case the code is missing. Keys are "f" or "a" and 51
+letters of base32.
 
     ~/.triton/cache/<hash>/         or TRITON_CACHE_DIR; 52 letters of base32, in other versions hexadecimal or base64
       __grp__<kernel>.json          {"child_paths": {file name: absolute path}}
-      <kernel>.json                 what it was compiled for and with: target, warps, stages, shared memory, version
-      <kernel>.cubin .hsaco         the code that runs; .spv for Intel
-      <kernel>.ptx .amdgcn .llir .ttgir .ttir .source     the steps before
-      <name>.so                     a launcher, instead of all that
+      <kernel>.json                 metadata: target, warps, stages, shared memory, version
+      <kernel>.cubin .hsaco         the binary; .spv for Intel
+      <kernel>.ptx .amdgcn .llir .ttgir .ttir .source     the intermediate stages
+      <name>.so                     a launcher, instead of the files above
       tmp.pid_<pid>_<id>/           being written
 
-The group's file names absolute paths: a folder that was moved is not found, and Triton compiles again without a word.
+The group's file holds absolute paths, so Triton does not find a folder that was moved, and silently compiles again.
 
 Source: torch/_inductor/codecache.py and torch/_functorch/_aot_autograd/autograd_cache.py of torch 2.13,
-triton/runtime/cache.py of Triton 3.9. The forms of single files are in `cgtool.toolkit.foreign.formats`.
+triton/runtime/cache.py of Triton 3.9. `cgtool.toolkit.foreign.formats` describes the single files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cgtool.toolkit.foreign.records import (
     file_artifact,
     read_json,
 )
-from cgtool.toolkit.foreign.tree import File, Tree, join, opened, shown
+from cgtool.toolkit.foreign.tree import File, Tree, join, open_regular, shown
 
 _GRAPHS, _AUTOGRAD_GRAPHS, _TRITON = "fxgraph", "aotautograd", "triton"
 _CODE_FOLDER = re.compile(r"[a-z2-7]{2}")
@@ -69,7 +69,7 @@ _HEAD_BYTES = 256
 
 
 def is_torch_inductor(path: Path) -> bool:
-    """Return whether torch keeps its compile cache in a folder."""
+    """Return whether a folder is torch's compile cache."""
     try:
         children = {child.name: child for child in path.iterdir() if child.is_dir()}
         return not children.keys().isdisjoint((_GRAPHS, _AUTOGRAD_GRAPHS)) or any(
@@ -83,9 +83,9 @@ def is_torch_inductor(path: Path) -> bool:
 
 
 def read_torch_inductor(path: Path) -> ForeignCache:
-    """Return what torch's compile cache holds, the folder that TORCHINDUCTOR_CACHE_DIR names."""
+    """Read torch's compile cache: the folder that TORCHINDUCTOR_CACHE_DIR names."""
     tree = Tree(path)
-    # A folder whose name begins with a dot is being written or removed.
+    # A folder whose name starts with a dot is being written or removed.
     graphs = [folder for group in tree.folders(_GRAPHS) for folder in _visible(tree, join(_GRAPHS, group))]
     autograd = _visible(tree, _AUTOGRAD_GRAPHS)
     kernels = [folder for device in tree.folders(_TRITON) for folder in _visible(tree, join(_TRITON, device))]
@@ -97,7 +97,7 @@ def read_torch_inductor(path: Path) -> ForeignCache:
     claimed.update(file.path for file in code)
     if code:
         why = (
-            "compiled graphs share it, and a process that runs may be about to open it; the whole cache may be removed "
+            "compiled graphs share it, and a running process may be about to open it; the whole cache may be removed "
             "when no process uses it"
         )
         artifacts = [
@@ -113,7 +113,7 @@ def read_torch_inductor(path: Path) -> ForeignCache:
             )
         )
     rest = [file for name, file in tree.files.items() if name not in claimed]
-    why = "it belongs to no one graph; the whole cache may be removed when no process uses it"
+    why = "it belongs to no single graph; the whole cache may be removed when no process uses it"
     deletion = (
         "The folder of a compiled graph, of an AOTAutograd graph or of a Triton kernel may be removed: torch compiles "
         "it again. Generated code is shared: remove it only with the whole folder, when no process uses it."
@@ -129,7 +129,7 @@ def _visible(tree: Tree, folder: str) -> list[str]:
 def _graph(tree: Tree, folder: str, kind: str, what: str) -> ForeignEntry:
     graphs = [file for file in tree.under(folder) if not _is_temporary(file)]
     artifacts = [file_artifact(tree, file, what, top=folder, pickled=True) for file in graphs]
-    problems = () if artifacts else ("it holds no graph",)
+    problems = () if artifacts else ("it does not hold a graph",)
     return ForeignEntry.of(folder.rpartition("/")[2], kind, tree, artifacts, folder=folder, problems=problems)
 
 
@@ -138,7 +138,7 @@ def _is_temporary(file: File) -> bool:
 
 
 def find_triton(path: Path) -> Path | None:
-    """Return the folder that holds Triton's kernels: `path`, or the "cache" in it; None if neither does."""
+    """Return the folder of Triton's kernels: `path` or the "cache" in it; None if neither holds kernels."""
     return next((folder for folder in (path, path / "cache") if _holds_kernels(folder)), None)
 
 
@@ -155,18 +155,18 @@ def _holds_kernels(folder: Path) -> bool:
 
 
 def read_triton(path: Path) -> ForeignCache:
-    """Return what Triton's cache holds: the folder that TRITON_CACHE_DIR names, or the one above ".../cache"."""
+    """Read Triton's cache: the folder that TRITON_CACHE_DIR names, or the parent of ".../cache"."""
     tree = Tree(find_triton(path) or path)
     folders = [name for name in tree.folders() if _KERNEL_FOLDER.fullmatch(name)]
     entries = [_kernel(tree, folder) for folder in folders]
     rest = [file for file in tree.files.values() if file.path.partition("/")[0] not in set(folders)]
-    entries += ForeignEntry.others(tree, rest, "Triton did not write it in a form that is known")
-    deletion = "A hash folder may be removed whole: Triton compiles the kernel again when it is asked for next."
+    entries += ForeignEntry.others(tree, rest, "Triton did not write it in a known format")
+    deletion = "A hash folder may be removed whole: Triton compiles the kernel again when it is needed."
     return ForeignCache.of("triton", tree, entries, version=_versions(entries), deletion=deletion)
 
 
 def _kernel(tree: Tree, folder: str) -> ForeignEntry:
-    """The entry of one of Triton's hash folders."""
+    """Read one of Triton's hash folders."""
     files = tree.under(folder)
     problems: list[str] = []
     metadata = _metadata(tree, folder, problems)
@@ -178,35 +178,35 @@ def _kernel(tree: Tree, folder: str) -> ForeignEntry:
         artifacts.append(file_artifact(tree, file, what, top=folder, **rest))
     is_launcher = metadata is None and any(file.name.endswith(".so") for file in files)
     if metadata is None and not is_launcher and not problems:
-        problems.append("it has no metadata of a kernel and no launcher")
+        problems.append("it has neither the metadata of a kernel nor a launcher")
     if metadata is not None and not any(file.name.endswith(_BINARIES) for file in files):
-        problems.append("it has no code that runs: the kernel is not whole")
-    for name, value in _jsons(tree, folder, problems, groups=True):
+        problems.append("it is incomplete: the kernel has no binary")
+    for name, value in _read_jsons(tree, folder, problems, groups=True):
         _check_group(tree, folder, name, value, problems)
     if any(name.startswith("tmp.pid_") for name in tree.folders(folder)):
-        problems.append("it holds what a process was writing and did not finish")
+        problems.append("it holds a folder that a process did not finish writing")
     kind = "launcher" if is_launcher else "kernel"
     return ForeignEntry.of(folder, kind, tree, artifacts, folder=folder, factors=metadata, problems=tuple(problems))
 
 
 def _versions(entries: Iterable[ForeignEntry]) -> str | None:
-    """Which versions of Triton compiled kernels, as their metadata says; None where none says."""
-    said = {entry.kernel.get("triton_version") for entry in entries}
-    known = sorted(version for version in said if isinstance(version, str) and _VERSION.fullmatch(version))
-    return f"triton {', '.join(known)}" if known else None
+    """Return the versions of Triton in the kernels' metadata; None if there are none."""
+    found = {entry.kernel.get("triton_version") for entry in entries}
+    versions = sorted(version for version in found if isinstance(version, str) and _VERSION.fullmatch(version))
+    return f"triton {', '.join(versions)}" if versions else None
 
 
 def _metadata(tree: Tree, folder: str, problems: list[str]) -> dict[str, Json] | None:
-    """What the kernel's JSON says; None where there is none, or it is torn."""
-    for name, value in _jsons(tree, folder, problems, groups=False):
+    """Read the metadata of a kernel; None if it is missing or torn."""
+    for name, value in _read_jsons(tree, folder, problems, groups=False):
         if isinstance(value, dict) and "name" in value:
             return value
         problems.append(f"{shown(name)} is not the metadata of a kernel")
     return None
 
 
-def _jsons(tree: Tree, folder: str, problems: list[str], *, groups: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON files of a kernel's folder, or those of its groups; one that cannot be read is a problem."""
+def _read_jsons(tree: Tree, folder: str, problems: list[str], *, groups: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of a kernel's JSON files, or of its groups' files; an unreadable file is a problem."""
     for name in tree.names(folder):
         if name.endswith(".json") and name.startswith(_GROUP) is groups:
             try:
@@ -218,16 +218,16 @@ def _jsons(tree: Tree, folder: str, problems: list[str], *, groups: bool) -> Ite
 
 
 def _target(metadata: dict[str, Json] | None) -> str | None:
-    """What a kernel runs on, such as "cuda:90" or "hip:gfx942"."""
+    """Return the target of a kernel, such as "cuda:90" or "hip:gfx942"."""
     target = None if metadata is None else metadata.get("target")
-    if isinstance(target, list):  # as older versions wrote it
+    if isinstance(target, list):  # written by older versions
         backend, architecture, *_ = [*target, None, None]
     elif isinstance(target, dict):
         backend, architecture = target.get("backend"), target.get("arch")
     else:
         return None
-    said = isinstance(backend, str) and type(architecture) in (str, int)
-    return f"{backend}:{architecture}"[:80] if said else None
+    is_valid = isinstance(backend, str) and type(architecture) in (str, int)
+    return f"{backend}:{architecture}"[:80] if is_valid else None
 
 
 def _check_group(tree: Tree, folder: str, name: str, value: Any, problems: list[str]) -> None:
@@ -235,49 +235,49 @@ def _check_group(tree: Tree, folder: str, name: str, value: Any, problems: list[
     if not isinstance(children, dict) or not all(isinstance(path, str) for path in children.values()):
         problems.append(f"{shown(name)} is not a group of files")
         return
-    here = set(tree.names(folder))
-    problems += [f"{shown(name)} names {shown(child)}, which is missing" for child in children if child not in here]
+    names = set(tree.names(folder))
+    problems += [f"{shown(name)} names {shown(child)}, which is missing" for child in children if child not in names]
     elsewhere = {path.rpartition("/")[0] for path in children.values()} - {str(tree.top / folder)}
     if elsewhere:
         problems.append(
-            f"{shown(name)} names files under {shown(min(elsewhere))}, where it does not lie now: it was moved, and "
-            "Triton opens them there or compiles again"
+            f"{shown(name)} was moved and still names files under {shown(min(elsewhere))}: Triton opens those or "
+            "compiles again"
         )
 
 
 def detect_file(path: Path) -> str | None:
-    """Return "mega_cache" or "compiled_artifact" if a file begins as one, else None."""
+    """Return "mega_cache" or "compiled_artifact" if a file starts like one, else None."""
     try:
-        with opened(path, follow=True) as stream:
+        with open_regular(path, follow=True) as stream:
             return sniff(stream.read(_HEAD_BYTES))
     except (CacheError, OSError):
         return None
 
 
 def read_file(path: Path) -> ForeignCache:
-    """Return what a mega-cache or a compiled artifact that lies alone holds."""
+    """Read a mega-cache or a single compiled artifact."""
     tree = Tree(path)
     system = detect_file(path) or "mega_cache"
-    read = _compiled if system == "compiled_artifact" else _mega
+    read = _compiled_artifact if system == "compiled_artifact" else _mega_cache
     entries = [read(tree, file) for file in tree.files.values()]
     if not entries:
-        tree.warnings.append(f"{shown(path)} is gone or no regular file.")
-    deletion = "The file may be removed whole; a program that loads it by its name must then do without."
+        tree.warnings.append(f"{shown(path)} was removed or is not a regular file.")
+    deletion = "The file may be removed; a program that loads it by name will not find it."
     return ForeignCache.of(system, tree, entries, deletion=deletion)
 
 
-def _mega(tree: Tree, file: File) -> ForeignEntry:
+def _mega_cache(tree: Tree, file: File) -> ForeignEntry:
     problems: tuple[str, ...] = ()
     members: tuple[Member, ...] = ()
     try:
-        with tree.opened(file.path) as stream:
+        with tree.open(file.path) as stream:
             structure = read_structure(stream)
     except CacheError as error:
         problems = (str(error),)
     else:
         members = structure.members
         if not structure.checked:
-            problems = ("its checksum was not compared, for it is too large to read now",)
+            problems = ("its checksum was not compared because the file is too large",)
     artifacts = [
         ForeignArtifact(
             path=f"{member.kind}/{member.key}",
@@ -285,15 +285,15 @@ def _mega(tree: Tree, file: File) -> ForeignEntry:
             size_bytes=member.size_bytes,
             holds_pickle=member.protocol is not None,
             members=() if member.protocol is None else (f"pickle protocol {member.protocol}",),
-            problems=() if member.size_bytes else ("zero bytes",),
+            problems=() if member.size_bytes else ("it is empty",),
         )
         for member in members
     ]
     return ForeignEntry.of(tree.top.name, "mega_cache", tree, artifacts, files=[file], problems=problems)
 
 
-def _compiled(tree: Tree, file: File) -> ForeignEntry:
+def _compiled_artifact(tree: Tree, file: File) -> ForeignEntry:
     artifact, torch_key = binary_artifact(tree, file)
-    named = replace(artifact, path=tree.top.name)
+    artifact = replace(artifact, path=tree.top.name)
     factors = None if torch_key is None else {"torch_key": torch_key}
-    return ForeignEntry.of(tree.top.name, "artifact", tree, [named], files=[file], factors=factors)
+    return ForeignEntry.of(tree.top.name, "artifact", tree, [artifact], files=[file], factors=factors)

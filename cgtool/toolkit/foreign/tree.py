@@ -1,7 +1,8 @@
-"""The folders of a stranger: names, sizes, times and the beginnings of files. Must not import torch.
+"""Lists and reads untrusted folders. Must not import torch.
 
-Links are not followed, pipes and devices are not opened, and what cannot be read is a warning. A tree that is deeper or
-has more files than any cache is cut short with a warning. Reading leaves access times alone where the system lets us.
+Links are not followed, pipes and devices are not opened, and anything that cannot be read becomes a warning. A tree
+that is deeper or has more files than any cache is truncated with a warning. Reading does not change access times if the
+system permits that.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from typing import BinaryIO, NamedTuple
 
 from cgtool.errors import CacheError
 
-MOST_FILES = 2_000_000
-MOST_DEPTH = 24
-#: Longer texts are cut in their middle: a path tells most at its end, a text at its beginning.
-_MOST_SHOWN = 400
-#: One number for a device and an inode on it.
+MAX_FILES = 2_000_000
+MAX_DEPTH = 24
+#: Longer texts are cut in the middle: the end of a path and the start of a text are the most informative.
+_MAX_SHOWN_CHARS = 400
+#: Combines a device and an inode into one number.
 _DEVICE = 1 << 64
 
 
 class File(NamedTuple):
-    """One regular file; two names of one file of the disk share its `identity`, times are seconds since the epoch."""
+    """A regular file; times are in seconds since the epoch."""
 
     path: str
     size_bytes: int
+    #: Equal for hard links to the same file.
     identity: int
     written: float
     read: float
@@ -39,14 +41,14 @@ class File(NamedTuple):
 
 
 class Tree:
-    """All regular files under a folder, or one file, which may itself be a link, for the user named it."""
+    """All regular files under a folder, or a single file; `top` may be a link, because the user named it."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
         self.warnings: list[str] = []
         self.files: dict[str, File] = {}
-        #: folder → the names of the folders and of the files right in it
-        self._held: dict[str, tuple[list[str], list[str]]] = {}
+        #: Folder → the names of its subfolders and of its files.
+        self._children: dict[str, tuple[list[str], list[str]]] = {}
         if top.is_dir():
             self._walk()
         else:
@@ -54,63 +56,63 @@ class Tree:
                 self._add("", top.stat())
 
     def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders right in a folder, sorted; "" is the top."""
-        return sorted(self._held.get(folder, ([], []))[0])
+        """Return the sorted names of the direct subfolders of a folder; "" is the top."""
+        return sorted(self._children.get(folder, ([], []))[0])
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names of the files right in a folder, sorted."""
-        return sorted(self._held.get(folder, ([], []))[1])
+        """Return the sorted names of the files directly in a folder."""
+        return sorted(self._children.get(folder, ([], []))[1])
 
     def is_folder(self, path: str) -> bool:
-        """Return whether it is one of its folders."""
-        return path in self._held
+        """Return whether a path is a folder of the tree."""
+        return path in self._children
 
     def under(self, folder: str = "") -> list[File]:
-        """Return the files under one of its folders, by path."""
-        found: list[File] = []
-        left = [folder]
-        while left:
-            here = left.pop()
-            inner, names = self._held.get(here, ([], []))
-            found.extend(self.files[join(here, name)] for name in names)
-            left.extend(join(here, name) for name in inner)
-        return sorted(found)
+        """Return all files under a folder, sorted by path."""
+        files: list[File] = []
+        pending = [folder]
+        while pending:
+            current = pending.pop()
+            subfolders, names = self._children.get(current, ([], []))
+            files.extend(self.files[join(current, name)] for name in names)
+            pending.extend(join(current, name) for name in subfolders)
+        return sorted(files)
 
     @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[BinaryIO]:
-        """Yield one of its files, open for reading."""
-        with opened(self.top / path if path else self.top, follow=not path) as stream:
+    def open(self, path: str) -> Iterator[BinaryIO]:
+        """Open one of the files for reading."""
+        with open_regular(self.top / path if path else self.top, follow=not path) as stream:
             yield stream
 
-    def read(self, path: str, most: int) -> bytes:
-        """Return the bytes of one of its files, at most `most` and one more."""
-        with self.opened(path) as stream:
-            return stream.read(most + 1)
+    def read(self, path: str, max_bytes: int) -> bytes:
+        """Read up to `max_bytes` + 1 bytes of a file; one byte more shows that it exceeds the limit."""
+        with self.open(path) as stream:
+            return stream.read(max_bytes + 1)
 
     def _walk(self) -> None:
-        left = [("", 0)]
-        while left:
-            folder, depth = left.pop()
-            if depth > MOST_DEPTH:
-                self._warn(folder, f"is deeper than {MOST_DEPTH} folders and was not looked into")
+        pending = [("", 0)]
+        while pending:
+            folder, depth = pending.pop()
+            if depth > MAX_DEPTH:
+                self._warn(folder, f"is nested more than {MAX_DEPTH} folders deep and was skipped")
                 continue
-            folders, names = self._held.setdefault(folder, ([], []))
-            for child in self._listed(folder):
+            folders, names = self._children.setdefault(folder, ([], []))
+            for child in self._scandir(folder):
                 path = join(folder, child.name)
-                if len(self.files) >= MOST_FILES:
-                    self._warn("", f"has more than {MOST_FILES} files; the rest was not looked at")
+                if len(self.files) >= MAX_FILES:
+                    self._warn("", f"has more than {MAX_FILES} files; the rest was skipped")
                     return
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # just removed
                     if child.is_dir(follow_symlinks=False):
                         folders.append(child.name)
-                        left.append((path, depth + 1))
+                        pending.append((path, depth + 1))
                     elif self._add(path, child.stat(follow_symlinks=False)):
                         names.append(child.name)
 
-    def _listed(self, folder: str) -> list[os.DirEntry[str]]:
+    def _scandir(self, folder: str) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(self.top / folder) as found:
-                return sorted(found, key=lambda child: child.name, reverse=True)
+            with os.scandir(self.top / folder) as children:
+                return sorted(children, key=lambda child: child.name, reverse=True)
         except OSError as error:
             self._warn(folder, f"could not be listed: {error.strerror}")
             return []
@@ -123,41 +125,41 @@ class Tree:
             self._warn(path, "is neither a file nor a folder and was not opened")
             return False
         if not path.isprintable():
-            self._warn(path, "has a name with characters that do not print")
+            self._warn(path, "has a name with unprintable characters")
         identity = status.st_dev * _DEVICE + status.st_ino
         self.files[path] = File(path, status.st_size, identity, status.st_mtime, status.st_atime)
         return True
 
-    def _warn(self, path: str, what: str) -> None:
-        self.warnings.append(f"{shown(self.top / path)} {what}.")
+    def _warn(self, path: str, problem: str) -> None:
+        self.warnings.append(f"{shown(self.top / path)} {problem}.")
 
 
 def join(*parts: str) -> str:
-    """Return the path of a name in folders, "" being the top."""
+    """Join the parts of a path within a tree; "" is the top."""
     return "/".join(filter(None, parts))
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
-    """Yield a regular file, open for reading, without touching its access time where that is allowed."""
+def open_regular(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
+    """Open a regular file for reading, without changing its access time if the system permits that."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         try:
             descriptor = os.open(path, flags | getattr(os, "O_NOATIME", 0))
-        except PermissionError:  # only a file's owner may leave its access time alone
+        except PermissionError:  # O_NOATIME is reserved for the file's owner
             descriptor = os.open(path, flags)
         with os.fdopen(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CacheError("it is no regular file", path=path)
+                raise CacheError("it is not a regular file", path=path)
             yield stream
     except OSError as error:
         raise CacheError(f"it could not be read: {error.strerror or error}", path=path) from error
 
 
 def shown(text: object) -> str:
-    """Return a stranger's text for a sentence: on one line, printable, and not longer than people read."""
+    """Return untrusted text for a message: on one line, printable, and truncated."""
     source = str(text)
-    if len(source) > _MOST_SHOWN:
-        half = _MOST_SHOWN // 2
+    if len(source) > _MAX_SHOWN_CHARS:
+        half = _MAX_SHOWN_CHARS // 2
         source = f"{source[:half]}…{source[-half:]}"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in source)

@@ -1,1 +1,1 @@
-"""Looking into the cache: its entries, and the pieces, key, graph or an artifact of one. Importable without torch."""
+"""Inspects a cache, and the coverage, key, graph and artifacts of its entries. Importable without torch."""

@@ -1,7 +1,7 @@
-"""`inspect artifact`: what one artifact holds, and which pieces it serves. Prints nothing; importable without torch.
+"""`inspect artifact`: the contents of an artifact, and the pieces that it serves.
 
-An artifact of ours is matched to its digest; each is read as data, so nothing of it is unpickled, linked or executed.
-JSON::
+Prints nothing; importable without torch. The digest of a cgtool artifact is verified. Artifacts are read as data:
+nothing is unpickled, linked or executed. JSON::
 
     {"schema": 2, "root": str, "digest": sha256, "kind": str, "size_bytes": int, "uses": [use...],
      "num_kernels": int | null, "kernels": [kernel...], "target": {str: json}, "compiler": {str: json},
@@ -11,12 +11,13 @@ JSON::
               "kernels", "guards": [expr...], "proved", "proof_gap"}
     kernel = {"name": str, "registers": int | null, "shared_bytes": int | null, "constant_bytes": int | null}
 
-and of another system's, `artifact` being as in `inspect cache` (`cgtool.toolkit.foreign.records`)::
+JSON of another system's artifact; `artifact` is a record of `cgtool.toolkit.foreign.records`::
 
     {"schema": 2, "system": str, "root": str, "entry": str, "artifact": {...}, "kernels": [kernel...],
      "facts": {str: json}, "compiler": str | null, "members": [...], "sources": [...], "warnings": [str...]}
 
-`null` is unknown. `shared_bytes` is static shared memory as its section has it, the driver's own kilobyte included.
+`null` means unknown. `shared_bytes` is the size of the static shared-memory section, which includes the kilobyte that
+the driver reserves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from cgtool.toolkit.selection import abbreviate, published_ranks, resolve_entry,
 
 SCHEMA = 2
 
-#: Factors of the key that say what compiled an artifact.
+#: Factors of the key that identify the compilers.
 COMPILERS = ("torch", "triton", "compiler", "inductor")
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}\Z")
@@ -54,12 +55,12 @@ _PIECE_NUMBER = re.compile(r"[0-9]{1,9}")
 _NAME_FIELDS = ("hash", "rank", "prefix")
 _ROW_FIELDS = ("variant", "piece_index", "shape", "adaptor", "tuned")
 _ARTIFACT_FIELDS = ("compile_secs", "kernels", "guards", "proved", "proof_gap")
-#: What Triton's metadata says of how a kernel is launched and what it takes.
-_LAUNCH = (
+#: Fields of Triton's metadata on the launch and the resources of a kernel.
+_LAUNCH_FIELDS = (
     *("name", "target", "num_warps", "num_ctas", "num_stages", "warp_size", "waves_per_eu", "maxnreg", "shared"),
     *("tmem_size", "global_scratch_size", "profile_scratch_size", "triton_version"),
 )
-#: Of what compilers wrote, by suffix.
+#: Languages of generated files, by suffix.
 _LANGUAGES = {".cpp": "cpp", ".cu": "cuda", ".h": "cpp", ".py": "python", ".json": "json"}
 
 
@@ -78,23 +79,21 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactReport:
-    """What an artifact holds, and which rows name it.
-
-    `target` and `compiler` are as the entry's key and the artifact itself say.
-    """
+    """The contents of an artifact, and the rows that name it."""
 
     root: Path
     digest: str
     kind: str
     uses: tuple[Use, ...]
     contents: Contents
+    #: From the entry's key and from the artifact, as is `compiler`.
     target: dict[str, Any]
     compiler: dict[str, Any]
     warnings: tuple[str, ...]
 
     @property
     def num_kernels(self) -> int | None:
-        """How many kernels it holds, as its compiler counted them; None where no manifest names it."""
+        """The number of kernels that its compiler recorded; None if no manifest names it."""
         return max((use.row.artifact.kernels for use in self.uses), default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -110,14 +109,14 @@ class ArtifactReport:
             "kernels": [asdict(kernel) for kernel in self.contents.kernels],
             "target": self.target,
             "compiler": self.compiler,
-            **_inside(self.contents),
+            **_contents_json(self.contents),
             "warnings": list(self.warnings),
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignArtifactReport:
-    """What one artifact of an entry of another system's cache holds."""
+    """The contents of an artifact in another system's cache."""
 
     cache: ForeignCache
     entry: ForeignEntry
@@ -126,12 +125,13 @@ class ForeignArtifactReport:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the system wrote of a kernel, and the code of the machine that it is for."""
-        return {name: self.entry.kernel[name] for name in _LAUNCH if name in self.entry.kernel} | self.contents.target
+        """The launch metadata of a kernel, and the target of native code."""
+        metadata = self.entry.kernel
+        return {name: metadata[name] for name in _LAUNCH_FIELDS if name in metadata} | self.contents.target
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Those that are named in it, or the one that its entry is."""
+        """The kernels named in the artifact, or the kernel of its entry."""
         name = self.facts.get("name")
         return self.contents.kernels or ((Kernel(name=name),) if isinstance(name, str) else ())
 
@@ -146,12 +146,12 @@ class ForeignArtifactReport:
             "kernels": [asdict(kernel) for kernel in self.kernels],
             "facts": self.facts,
             "compiler": self.contents.compiler,
-            **_inside(self.contents),
+            **_contents_json(self.contents),
             "warnings": list(self.contents.warnings),
         }
 
 
-def _inside(contents: Contents) -> dict[str, Any]:
+def _contents_json(contents: Contents) -> dict[str, Any]:
     return {
         "members": [{"name": name, "size_bytes": size} for name, size in contents.members],
         "sources": [asdict(source) for source in contents.sources],
@@ -168,20 +168,20 @@ def inspect_artifact(
     prefix: str | None = None,
     cache_dir: Path | None = None,
 ) -> ArtifactReport | ForeignArtifactReport:
-    """Show what an artifact holds.
+    """Report the contents of an artifact.
 
     Args:
-        artifact: The beginning of its digest, or the beginning of an entry's hash, "/" and a piece. In another
-            system's cache: the beginning of its file's name or of its path below the entry, or the beginning of an
-            entry's name, "/" and a piece or a path.
-        shape: Of a piece: for which shape, as `inspect entry` writes it; None where it has one.
-        variant: Of a piece: which variant; None where the piece has one artifact.
-        rank: Of a piece: which rank; None for any.
-        prefix: Of a piece: which compiled part; None for any.
-        cache_dir: The cache's root; None means the cache that `warm` fills.
+        artifact: An abbreviation of its digest, or an abbreviation of an entry's hash, "/" and a piece. In another
+            system's cache: the start of its file name or of its path below the entry, or the start of an entry's name,
+            "/" and a piece or a path.
+        shape: The shape of the piece, as `inspect entry` writes it; None if it has only one.
+        variant: The variant of the piece; None if it has only one artifact.
+        rank: The rank of the piece; None for any.
+        prefix: The compiled part of the piece; None for any.
+        cache_dir: The cache's root; None means the default cache.
 
     Raises:
-        UsageError: No artifact fits, or several do; the message lists them.
+        UsageError: No artifact or several artifacts match; the message lists them.
         CacheCorruptError: Its bytes differ from its digest.
         CacheError: The cache is empty or cannot be read.
     """
@@ -191,30 +191,28 @@ def inspect_artifact(
         if variant is not None:
             raise UsageError("Entries of other systems have no variants. Leave --variant out.", actual=variant)
 
-        def fits(artifact: ForeignArtifact) -> bool:
-            is_shape = wanted_shape is None or (
-                artifact.shape is not None and shape_matches(artifact.shape, wanted_shape)
-            )
+        def matches_artifact(artifact: ForeignArtifact) -> bool:
+            is_shape = wanted_shape is None or (artifact.shape is not None and shape_matches(artifact.shape, wanted_shape))
             is_rank = rank is None or artifact.rank.partition("_")[0] == str(rank)
             return is_shape and is_rank and prefix in (None, artifact.prefix)
 
-        return _inspect_foreign(cache, artifact, fits)
+        return _inspect_foreign(cache, artifact, matches_artifact)
 
-    def serves(use: Use) -> bool:
+    def matches_use(use: Use) -> bool:
         is_shape = wanted_shape is None or shape_matches(use.row.shape, wanted_shape)
         is_place = variant in (None, use.row.variant) and rank in (None, use.name.rank)
         return is_shape and is_place and prefix in (None, use.name.prefix)
 
     layout = CacheLayout.at(cache_dir)
     warnings: list[str] = []
-    hashes, digest, kind = _chosen(layout, artifact, serves, warnings)
+    hashes, digest, kind = _find_artifact(layout, artifact, matches_use, warnings)
     uses = tuple(use for use in _uses(layout, hashes, warnings) if use.row.artifact.file == f"{digest}.{kind}")
     contents = contents_of(ObjectStore(layout.entry_dir(hashes[0])).get(digest, kind), kind)
-    held = {source.text for source in contents.sources}
-    generated = (  # what the compiler wrote and the artifact does not hold, where an entry keeps it
+    texts = {source.text for source in contents.sources}
+    generated = (  # generated code that an entry keeps beside the artifact
         Source(language=_LANGUAGES.get(Path(name).suffix, "text"), text=text)
         for name, text in generated_texts(layout, digest).items()
-        if text not in held
+        if text not in texts
     )
     target, compiler = _factors(layout, hashes[0], warnings)
     return ArtifactReport(
@@ -229,52 +227,52 @@ def inspect_artifact(
     )
 
 
-def _chosen(
-    layout: CacheLayout, artifact: str, serves: Callable[[Use], bool], warnings: list[str]
+def _find_artifact(
+    layout: CacheLayout, artifact: str, matches: Callable[[Use], bool], warnings: list[str]
 ) -> tuple[list[str], str, str]:
     """Return the entries that hold the artifact, its digest and its kind."""
-    wanted = artifact.lower()
-    piece = _PIECE.match(wanted)
+    lower = artifact.lower()
+    piece = _PIECE.match(lower)
     if piece is not None:
         hash_ = resolve_entry(layout, piece[1])
-        every = list(_uses(layout, [hash_], warnings))
-        uses = [use for use in every if use.row.piece_index == int(piece[2]) and serves(use)]
-        found = dict.fromkeys((use.row.artifact.digest, use.row.artifact.kind) for use in uses)
-        if len(found) == 1:
-            return ([hash_], *next(iter(found)))
+        all_uses = list(_uses(layout, [hash_], warnings))
+        uses = [use for use in all_uses if use.row.piece_index == int(piece[2]) and matches(use)]
+        artifacts = dict.fromkeys((use.row.artifact.digest, use.row.artifact.kind) for use in uses)
+        if len(artifacts) == 1:
+            return ([hash_], *next(iter(artifacts)))
         listed = [
             f"{short(use.row.artifact.digest)}  piece {use.row.piece_index}, shape {shape_text(use.row.shape)}, "
             f"variant {use.row.variant}, rank {use.name.rank}, {use.name.prefix}"
-            for use in uses or every
+            for use in uses or all_uses
         ]
-        what = "Several artifacts of this piece fit" if uses else "No artifact of this entry fits"
-        message = f"{what}. Name one of these by its digest, or by --shape, --variant, --rank and --prefix"
+        problem = "Several artifacts of this piece match" if uses else "No artifact of this entry matches"
+        message = f"{problem}. Name one of these by its digest, or by --shape, --variant, --rank and --prefix"
         raise selection_error(message, listed, more="entry", actual=artifact)
-    if _DIGITS.match(wanted) is None:
+    if _DIGITS.match(lower) is None:
         message = (
-            f"{artifact[:80]!r} names no artifact. Give the beginning of its digest, or of an entry's hash with a "
-            "piece, such as 3f9a/2."
+            f"{artifact[:80]!r} does not name an artifact. Give the start of its digest, or the start of an entry's "
+            "hash with a piece, such as 3f9a/2."
         )
         raise UsageError(message, actual=artifact)
-    held = _artifacts(layout, wanted)
-    if len(held) == 1:
-        (digest, kind), hashes = next(iter(held.items()))
+    holders = _artifacts_by_digest(layout, lower)
+    if len(holders) == 1:
+        (digest, kind), hashes = next(iter(holders.items()))
         return hashes, digest, kind
-    advice = "Name one by more of its digest" if held else "cgtool inspect entry shows the digests of an entry"
-    listed = [f"{abbreviate(digest, [other for other, _ in held])} {kind}" for digest, kind in held]
-    what = f"{len(held)} artifacts fit" if held else "No artifact fits"
-    raise selection_error(f"{what}. {advice}", listed, more="entry", path=layout.root, actual=artifact)
+    advice = "Give more digits of one" if holders else "cgtool inspect entry shows the digests of an entry"
+    listed = [f"{abbreviate(digest, [other for other, _ in holders])} {kind}" for digest, kind in holders]
+    problem = f"{len(holders)} artifacts match" if holders else "No artifact matches"
+    raise selection_error(f"{problem}. {advice}", listed, more="entry", path=layout.root, actual=artifact)
 
 
-def _artifacts(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[str]]:
-    """Return (digest, kind) → the entries that hold it, of all artifacts whose digest begins so."""
-    found: dict[tuple[str, str], list[str]] = {}
+def _artifacts_by_digest(layout: CacheLayout, digits: str) -> dict[tuple[str, str], list[str]]:
+    """Return (digest, kind) → hashes of the entries that hold it, for all digests that start with `digits`."""
+    holders: dict[tuple[str, str], list[str]] = {}
     for hash_ in dict.fromkeys(name.hash for name in published_ranks(layout)):
         for name in view_entry(layout, hash_).artifacts:
             digest, _, kind = name.partition(".")
             if digest.startswith(digits) and is_hash(digest) and kind:
-                found.setdefault((digest, kind), []).append(hash_)
-    return dict(sorted(found.items()))
+                holders.setdefault((digest, kind), []).append(hash_)
+    return dict(sorted(holders.items()))
 
 
 def _uses(layout: CacheLayout, hashes: Sequence[str], warnings: list[str]) -> Iterator[Use]:
@@ -285,7 +283,7 @@ def _uses(layout: CacheLayout, hashes: Sequence[str], warnings: list[str]) -> It
 
 
 def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what an entry's key says of the target and of the compilers."""
+    """Return the target and the compilers from an entry's key."""
     try:
         key = read_key(layout, hash_)
     except CacheError as error:
@@ -298,26 +296,31 @@ def _factors(layout: CacheLayout, hash_: str, warnings: list[str]) -> tuple[dict
     return target if isinstance(target, dict) else {}, compilers
 
 
-def _inspect_foreign(cache: ForeignCache, asked: str, fits: Callable[[ForeignArtifact], bool]) -> ForeignArtifactReport:
-    there = [(entry, artifact) for entry in cache.entries for artifact in entry.artifacts]
-    fitting = [(entry, artifact) for entry, artifact in there if _is_named(entry, artifact, asked) and fits(artifact)]
-    exact = [pair for pair in fitting if asked in (pair[1].path, f"{pair[0].name}/{pair[1].path}")]
-    chosen = exact if len(exact) == 1 else fitting
+def _inspect_foreign(
+    cache: ForeignCache, name: str, matches: Callable[[ForeignArtifact], bool]
+) -> ForeignArtifactReport:
+    artifacts = [(entry, artifact) for entry in cache.entries for artifact in entry.artifacts]
+    matching = [pair for pair in artifacts if _is_named(*pair, name) and matches(pair[1])]
+    exact = [pair for pair in matching if name in (pair[1].path, f"{pair[0].name}/{pair[1].path}")]
+    chosen = exact if len(exact) == 1 else matching
     if len(chosen) != 1:
-        what = "Several artifacts fit" if fitting else "No artifact fits"
-        listed = [shown(f"{entry.name}/{artifact.path}") for entry, artifact in fitting or there]
-        message = f"{what}. Name one of these, or choose by --shape, --rank and --prefix"
-        raise selection_error(message, listed, more="entry", actual=asked)
+        problem = "Several artifacts match" if matching else "No artifact matches"
+        listed = [redacted(f"{entry.name}/{artifact.path}") for entry, artifact in matching or artifacts]
+        message = f"{problem}. Name one of these, or choose by --shape, --rank and --prefix"
+        raise selection_error(message, listed, more="entry", actual=name)
     entry, artifact = chosen[0]
     contents = foreign_contents(entry, artifact)
     return ForeignArtifactReport(cache=cache, entry=entry, artifact=artifact, contents=contents)
 
 
-def _is_named(entry: ForeignEntry, artifact: ForeignArtifact, asked: str) -> bool:
-    beginning, _, piece = asked.rpartition("/")
-    names = (entry.name, entry.name.rpartition("/")[2])
-    number = int(piece) if beginning and _PIECE_NUMBER.fullmatch(piece) else None
-    paths = (artifact.path, artifact.path.rpartition("/")[2], *(f"{name}/{artifact.path}" for name in names))
-    return any(path.startswith(asked) for path in paths) or (
-        number is not None and artifact.piece_index == number and any(name.startswith(beginning) for name in names)
+def _is_named(entry: ForeignEntry, artifact: ForeignArtifact, name: str) -> bool:
+    """Return whether `name` abbreviates the artifact's path, or names the entry and the artifact's piece."""
+    entry_start, _, piece = name.rpartition("/")
+    entry_names = (entry.name, entry.name.rpartition("/")[2])
+    number = int(piece) if entry_start and _PIECE_NUMBER.fullmatch(piece) else None
+    paths = (artifact.path, artifact.path.rpartition("/")[2], *(f"{own}/{artifact.path}" for own in entry_names))
+    return any(path.startswith(name) for path in paths) or (
+        number is not None
+        and artifact.piece_index == number
+        and any(own.startswith(entry_start) for own in entry_names)
     )

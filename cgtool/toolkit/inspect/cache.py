@@ -1,16 +1,16 @@
-"""`inspect cache`: what a cache holds, ours or another system's. Prints nothing; importable without torch.
+"""`inspect cache`: list a cache of cgtool or of another system. Prints nothing; importable without torch.
 
-JSON of ours: what `cgtool.toolkit.listing` says of the cache and of each entry that is shown, and of the entries that
-pass the filters (all of them, and not only those that `limit` leaves)::
+JSON of cgtool's cache: the listing (`cgtool.toolkit.listing`) with the entries that are shown, and figures of all
+entries that pass the filters, including those beyond `limit`::
 
-    "num_entries": int         how many entries the cache has
-    "matching": int            how many of them pass
-    "matching_bytes": int      what those take on the disk, files that they share once
-    "unshared_bytes": int      what they would take if each piece and shape had a file of its own
-    "saved_secs": float        seconds of compiling that the processes which loaded them did without
+    "num_entries": int         entries in the cache
+    "matching": int            entries that pass the filters
+    "matching_bytes": int      their size on disk, shared files counted once
+    "unshared_bytes": int      their size if each piece and shape had its own file
+    "saved_secs": float        the compile time that processes saved by loading them
 
-and of another system's: what `cgtool.toolkit.foreign.records` says of the cache, with the entries that are shown,
-`num_entries`, `matching`, and `num_problems`, how many problems the entries that pass have.
+JSON of another system's cache: its record (`cgtool.toolkit.foreign.records`) with the entries that are shown,
+`num_entries`, `matching`, and `num_problems`, the number of problems of the matching entries.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from cgtool.toolkit.listing import CacheListing, EntryListing, list_entry, scan
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What a cache holds; `matching` entries pass the filters, `now` is in seconds since the epoch.
-
-    `where` is what people are told of its place.
-    """
+    """A listing of a cache."""
 
     cache: CacheListing | ForeignCache
+    #: The display name of its location.
     where: str
+    #: The entries that pass the filters.
     matching: Sequence[Any]
+    #: Those in the requested order, up to the limit.
     shown: Sequence[Any]
+    #: The time of the listing, in seconds since the epoch.
     now: float
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The figures of all entries that pass, by their names in the document."""
+        """The figures of the matching entries, by their names in the document."""
         counts = {"num_entries": len(self.cache.entries), "matching": len(self.matching)}
         if isinstance(self.cache, ForeignCache):
             return {**counts, "num_problems": sum(1 for entry in self.matching for _ in entry.all_problems())}
@@ -59,20 +60,20 @@ class CacheReport:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `inspect cache --json` prints, but for its entries."""
+        """Return the document that `inspect cache --json` prints, without its entries."""
         if isinstance(self.cache, ForeignCache):
             return {"schema": SCHEMA, **foreign_json(structs.replace(self.cache, entries=())), **self.figures}
         return {**self.cache.to_json(), "root": self.where, "entries": [], **self.figures}
 
     def entries_json(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the document; one of ours with its artifacts as its manifest has them at this moment."""
+        """Yield the entries of the document; for cgtool's entries, manifests are read again to include artifacts."""
         layout = CacheLayout(root=self.cache.root)
         for entry in self.shown:
             if isinstance(entry, EntryListing):
-                now = None
-                with contextlib.suppress(CacheError):  # it was removed or torn meanwhile
-                    now = list_entry(layout, entry.manifest.name, entry.usage)
-                yield dict((now or entry).to_json())
+                current = None
+                with contextlib.suppress(CacheError):  # just removed or damaged
+                    current = list_entry(layout, entry.manifest.name, entry.usage)
+                yield dict((current or entry).to_json())
             else:
                 yield foreign_json(entry)
 
@@ -85,33 +86,33 @@ def inspect_cache(
     limit: int | None = None,
     where: str | None = None,
 ) -> CacheReport:
-    """List the entries of a cache, whichever system wrote it.
+    """List the entries of a cache of cgtool or of another system.
 
     Args:
-        path: The cache's root, or another system's folder or file; None means the cache that `warm` fills.
-        filters: All of which an entry must pass, see `cgtool.toolkit.filters`.
-        sort: A field, or one with ":asc" or ":desc"; None is by hash, rank and prefix.
-        limit: How many entries to show at most; None for all.
-        where: What people are told of its place; None means its root.
+        path: The cache's root, or another system's folder or file; None means the default cache.
+        filters: Filters that an entry must all pass; see `cgtool.toolkit.filters`.
+        sort: A field, optionally with ":asc" or ":desc"; None sorts by hash, rank and prefix.
+        limit: Maximum number of entries to show; None for all.
+        where: The display name of its location; None means its root.
 
     Returns:
-        The entries; none where the default cache does not exist yet.
+        The listing; without entries if the default cache does not exist yet.
 
     Raises:
-        UsageError: A filter or the order is outside of its grammar, or names a field that such entries lack.
-        CacheError: `path` is no folder, cannot be listed, or holds other things than a cache.
+        UsageError: A filter or the order is malformed, or names an unknown field.
+        CacheError: `path` is not a folder, cannot be listed, or holds something else than a cache.
     """
     now = time.time()
     foreign = read_foreign(path)
     fields = FIELDS if foreign is None else FOREIGN_FIELDS
-    # Wrong usage is told before a large cache is read.
-    passes = [parse_filter(expression, now=now, fields=fields) for expression in filters]
+    # Report usage errors before reading a large cache.
+    predicates = [parse_filter(expression, now=now, fields=fields) for expression in filters]
     order = list if sort is None else parse_order(sort, fields=fields)
-    # A cache that was named must be there; the default one may wait for its first warm.
+    # A cache that is named must exist; the default one may not have been created yet.
     cache = foreign or scan(resolve_root(path), missing_ok=path is None, artifacts=False)
     if foreign is None and not cache.entries:
         check_known(cache.root)
-    matching = [entry for entry in cache.entries if all(test(entry) for test in passes)]
+    matching = [entry for entry in cache.entries if all(passes(entry) for passes in predicates)]
     return CacheReport(
         cache=cache, where=where or str(cache.root), matching=matching, shown=order(matching)[:limit], now=now
     )

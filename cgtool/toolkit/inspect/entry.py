@@ -1,6 +1,6 @@
-"""`inspect entry` and `inspect key`: what one entry is compiled for, where holes are, and what its key was made of.
+"""`inspect entry` and `inspect key`: the coverage of an entry, with its holes, and the factors of its key.
 
-Prints nothing; importable without torch. JSON of an entry of ours::
+Prints nothing; importable without torch. JSON of a cgtool entry::
 
     {"schema": 2, "root": str, "hash": hash, "complete": bool, "shapes": [shape...], "ranks": [rank...],
      "places": [place...], "holes": [hole...], "unknown": [...], "fallbacks": [...], "warnings": [str...]}
@@ -10,9 +10,9 @@ Prints nothing; importable without torch. JSON of an entry of ours::
     cell  = {"shape", "adaptor", "tuned", "digest", "kind", "size_bytes", "compile_secs", "kernels", "guards", "proved",
              "proof_gap"}
     hole  = {"rank", "prefix", "variant", "piece_index", "shape"}
-    unknown: {"rank", "prefix", "variant", "count"}: pieces without any artifact, of which no plan says which they are
+    unknown: {"rank", "prefix", "variant", "count"}: pieces without an artifact; only a plan would state their indices
 
-of another system's, the fields of `ForeignEntryReport`; and of a key::
+JSON of another system's entry: the fields of `ForeignEntryReport`. JSON of a key::
 
     {"schema": 1, "root": str, "hash": hash, "factors": [{"name": str, "hash": sha256, "value": json}...]}
     {"schema": 1, "system": str, "root": str, "entry": str, "factors": [...], "not_recorded": str}
@@ -45,37 +45,36 @@ from cgtool.toolkit.selection import resolve_entry
 SCHEMA = 2
 KEY_SCHEMA = 1
 
-_OF_VLLM = "no guards, no compile times and no uses, and of a binary artifact neither a digest nor its target"
-#: What the cache of another system does not say of entries.
+_VLLM_NOT_RECORDED = "guards, compile times and uses, nor the digest and the target of a binary artifact"
+#: The facts that other systems do not record about entries.
 _NOT_RECORDED = {
-    "vllm": f"vLLM records {_OF_VLLM}.",
-    "atom": f"ATOM records {_OF_VLLM}.",
-    "torch_inductor": "torch records in no plain form which model, piece or shape a graph is of, and no compile times.",
-    "triton": "Triton records neither which model asked for a kernel nor at which shapes, and no compile times.",
-    "mega_cache": "A mega-cache records in no plain form which model, piece or shape a member is of.",
-    "compiled_artifact": "A compiled artifact records in no plain form which model, piece or shape it is of.",
+    "vllm": f"vLLM does not record {_VLLM_NOT_RECORDED}.",
+    "atom": f"ATOM does not record {_VLLM_NOT_RECORDED}.",
+    "torch_inductor": "torch does not record the model, piece and shape of a graph in plain form, nor compile times.",
+    "triton": "Triton does not record the models and shapes that use a kernel, nor compile times.",
+    "mega_cache": "A mega-cache does not record the model, piece and shape of a member in plain form.",
+    "compiled_artifact": "A compiled artifact does not record its model, piece and shape in plain form.",
 }
-#: The same of keys.
+#: The facts that other systems do not record about keys.
 _KEY_NOT_RECORDED = {
     "vllm": (
-        "cache_key_factors.json has three of the factors as one digest each: which files were traced (code_hash) and "
-        "which settings were in force (config_hash, compiler_hash) vLLM does not record. Without that file it records "
-        "no factor."
+        "Three factors in cache_key_factors.json are digests: vLLM does not record the traced files (code_hash) or "
+        "the settings (config_hash, compiler_hash). Without that file it records no factor."
     ),
     "atom": "ATOM records no factor of its hash, unless cache_key_factors.json lies beside the index.",
-    "torch_inductor": "torch records no factor of a key beside the digest that it makes of them.",
+    "torch_inductor": "torch records no factor of a key, only the digest of all factors.",
     "triton": (
-        "These are the options that the kernel was compiled with. Its source and the environment's part of the key "
-        "are one digest (hash)."
+        "These are the options that the kernel was compiled with. Triton records its source and environment only as a "
+        "digest (hash)."
     ),
-    "mega_cache": "A mega-cache records no factor of its members' keys beside the digests that torch makes of them.",
+    "mega_cache": "A mega-cache records no factor of its members' keys, only the digests of all factors.",
     "compiled_artifact": "A compiled artifact records one factor: a digest of the sources of the torch that wrote it.",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntryReport:
-    """What one entry of cgtool's is compiled for, and what of it could not be read."""
+    """The coverage of a cgtool entry, and warnings about what could not be read."""
 
     root: Path
     hash: str
@@ -107,7 +106,7 @@ class EntryReport:
                 for place in self.coverage.places
             ],
             "holes": [fields_of(hole) for hole in self.coverage.holes],
-            "unknown": [fields_of(one) for one in self.coverage.unknown],
+            "unknown": [fields_of(pieces) for pieces in self.coverage.unknown],
             "fallbacks": [
                 {"rank": manifest.rank, "prefix": manifest.prefix, **asdict(fallback)}
                 for manifest in self.manifests
@@ -122,7 +121,7 @@ _RANK_FIELDS = ("rank", "prefix", "model", "level", "adaptor", "cgtool", "create
 
 
 class ForeignHole(msgspec.Struct, frozen=True, kw_only=True):
-    """A shape that one piece lacks, and that another piece or rank of its prefix has."""
+    """A shape that a piece lacks and that another piece or rank of its prefix has."""
 
     rank: str
     prefix: str
@@ -131,35 +130,35 @@ class ForeignHole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignEntryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one entry of another system's cache holds; the fields are the document that `--json` prints."""
+    """An entry of another system's cache; the fields are the document that `--json` prints."""
 
     schema: int = SCHEMA
     system: str
-    #: Of the system, where the files say so.
+    #: The version of the system, if the files state it.
     version: str | None
     root: Path
     entry: ForeignEntry
     shapes: tuple[Shape, ...]
     holes: tuple[ForeignHole, ...]
-    #: What such a cache does not say, in a sentence.
+    #: A sentence on facts that the system does not record.
     not_recorded: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReport:
-    """What is known of an entry's key."""
+    """The factors of an entry's key."""
 
     root: Path
-    #: The entry's hash, or its name.
+    #: The entry's hash, or its name in another system.
     hash: str
-    #: Those that tell most about a miss first; of another system, what it wrote of them.
+    #: The most likely causes of a miss first; for another system, the factors that it recorded.
     factors: tuple[Factor, ...]
-    #: Which other system wrote the entry; None for cgtool.
+    #: The other system that wrote the entry; None for cgtool.
     system: str | None = None
 
     @property
     def not_recorded(self) -> str:
-        """What the system did not write of the key, in a sentence; "" of cgtool's own."""
+        """A sentence on the parts of the key that the system does not record; "" for cgtool."""
         return _KEY_NOT_RECORDED.get(self.system or "", "")
 
     def to_json(self) -> dict[str, Any]:
@@ -168,20 +167,20 @@ class KeyReport:
         document = {"schema": KEY_SCHEMA, "root": str(self.root), "hash": self.hash, "factors": factors}
         if self.system is None:
             return document
-        named = {"schema": KEY_SCHEMA, "system": self.system, "root": str(self.root), "entry": self.hash}
-        return {**named, "factors": factors, "not_recorded": self.not_recorded}
+        entry = {"schema": KEY_SCHEMA, "system": self.system, "root": str(self.root), "entry": self.hash}
+        return {**entry, "factors": factors, "not_recorded": self.not_recorded}
 
 
 @os_errors_as_cache_errors()
 def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) -> EntryReport | ForeignEntryReport:
-    """Show what an entry is compiled for, on all its ranks.
+    """Report the coverage of an entry on all its ranks.
 
     Args:
-        entry: The beginning of its hash, or of its name in another system's cache; None where the cache has one.
-        cache_dir: The cache's root, or another system's folder or file; None means the cache that `warm` fills.
+        entry: An abbreviation of its hash, or of its name in another system's cache; None if the cache has only one.
+        cache_dir: The cache's root, or another system's folder or file; None means the default cache.
 
     Raises:
-        UsageError: No entry fits, or several do; the message lists them.
+        UsageError: No entry or several entries match; the message lists them.
         CacheError: The cache is empty, or nothing of the entry can be read or trusted.
     """
     cache = read_foreign(cache_dir)
@@ -198,8 +197,8 @@ def inspect_entry(entry: str | None = None, *, cache_dir: Path | None = None) ->
         except CacheError as error:
             failures.append(error)
     if not manifests:
-        gone = f"Entry {short(hash_)} is gone. Look again with: cgtool inspect cache"
-        raise failures[0] if failures else CacheError(gone, path=layout.entry_dir(hash_))
+        removed = f"Entry {short(hash_)} was just removed. List the others with: cgtool inspect cache"
+        raise failures[0] if failures else CacheError(removed, path=layout.entry_dir(hash_))
     return EntryReport(
         root=layout.root,
         hash=hash_,
@@ -215,33 +214,36 @@ def _inspect_foreign(cache: ForeignCache, entry: ForeignEntry) -> ForeignEntryRe
         version=cache.version,
         root=cache.root,
         entry=entry,
-        shapes=distinct_shapes(one.shape for one in entry.artifacts if one.shape is not None and one.size_bytes),
+        shapes=distinct_shapes(
+            artifact.shape for artifact in entry.artifacts if artifact.shape is not None and artifact.size_bytes
+        ),
         holes=tuple(_holes(entry.artifacts)),
         not_recorded=_NOT_RECORDED[cache.system],
     )
 
 
 def _holes(artifacts: tuple[ForeignArtifact, ...]) -> Iterator[ForeignHole]:
-    places: dict[tuple[str, str, int], set[str]] = {}
+    compiled: dict[tuple[str, str, int], set[str]] = {}
     shapes: dict[str, dict[str, Shape]] = {}
-    for one in artifacts:
-        if one.piece_index is not None and one.shape is not None:
-            text = shape_text(one.shape)
-            shapes.setdefault(one.prefix, {})[text] = one.shape
-            places.setdefault((one.rank, one.prefix, one.piece_index), set()).update([text] if one.size_bytes else ())
-    for (rank, prefix, piece), there in sorted(places.items()):
+    for artifact in artifacts:
+        if artifact.piece_index is not None and artifact.shape is not None:
+            text = shape_text(artifact.shape)
+            shapes.setdefault(artifact.prefix, {})[text] = artifact.shape
+            piece_shapes = compiled.setdefault((artifact.rank, artifact.prefix, artifact.piece_index), set())
+            piece_shapes.update([text] if artifact.size_bytes else ())
+    for (rank, prefix, piece), piece_shapes in sorted(compiled.items()):
         for text, shape in sorted(shapes[prefix].items(), key=lambda item: shape_order(item[1])):
-            if text not in there:
+            if text not in piece_shapes:
                 yield ForeignHole(rank=rank, prefix=prefix, piece_index=piece, shape=shape)
 
 
 @os_errors_as_cache_errors()
 def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> KeyReport:
-    """Show the factors of an entry's key; the arguments are those of `inspect_entry`."""
+    """Report the factors of an entry's key; the arguments are those of `inspect_entry`."""
     cache = read_foreign(cache_dir)
     if cache is not None:
-        found = one_entry(cache, entry)
-        return KeyReport(root=cache.root, hash=found.name, factors=found.key_factors, system=cache.system)
+        foreign = one_entry(cache, entry)
+        return KeyReport(root=cache.root, hash=foreign.name, factors=foreign.key_factors, system=cache.system)
     layout = CacheLayout.at(cache_dir)
     hash_ = resolve_entry(layout, entry)
     key = read_key(layout, hash_)
@@ -255,7 +257,7 @@ def inspect_key(entry: str | None = None, *, cache_dir: Path | None = None) -> K
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for every leaf of a factor's value; an empty object or list is one."""
+    """Yield (dotted path, value) for every leaf of a factor's value; an empty object or list is a leaf."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from leaves(inner, f"{path}.{name}" if path else name)

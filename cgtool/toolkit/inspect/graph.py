@@ -1,4 +1,4 @@
-"""`inspect graph`: the pieces of one entry, in order. Prints nothing; importable without torch."""
+"""`inspect graph`: the pieces of an entry, in order. Prints nothing; importable without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One piece of a variant: its place, its graph, and the rows of what was compiled of it."""
+    """A piece of a variant: its step, its graph, and the rows of its artifacts."""
 
     step: Step
     graph: PieceGraph
@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def ops(self) -> Mapping[str, int]:
-        """What it calls, with how often, in order of first use; reading a size is no call."""
+        """The ops that it calls and how often, in order of first use; reading a size does not count."""
         return Counter(node.target for node in self.graph.every_node() if node.target is not None)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,9 @@ class GraphReport:
             **asdict(self.manifest.name),
             "model": self.manifest.model,
             "splitting_ops": list(self.manifest.splitting_ops),
-            "variants": [{"name": one.name, "fixed": one.fixed, "dims": list(one.dims)} for one in self.variants],
+            "variants": [
+                {"name": variant.name, "fixed": variant.fixed, "dims": list(variant.dims)} for variant in self.variants
+            ],
             "variant": self.variant,
             "pieces": [piece.to_json() for piece in self.pieces],
             "computation_graph": str(self.code_path),
@@ -76,7 +78,7 @@ class GraphReport:
 
 
 def variant_words(variant: Variant) -> str:
-    """Return how a variant is told from its siblings: "prefill, num_tokens any"."""
+    """Describe a variant: "prefill, num_tokens any"."""
     parts = [variant.name, *(f"{name}={size}" for name, size in variant.fixed.items())]
     return ", ".join([*parts, *(f"{name} any" for name in variant.dims if name not in variant.fixed)])
 
@@ -90,35 +92,35 @@ def inspect_graph(
     prefix: str | None = None,
     cache_dir: Path | None = None,
 ) -> GraphReport:
-    """Show the pieces of one variant of an entry.
+    """Report the pieces of one variant of an entry.
 
     Args:
-        entry: The beginning of its hash; None where the cache has one.
-        variant: A variant's number or its name; None is the first.
-        rank: Which rank; None where the entry has one.
-        prefix: Which compiled part of the model; None where the entry has one.
-        cache_dir: The cache's root; None means the cache that `warm` fills.
+        entry: An abbreviation of its hash; None if the cache has only one.
+        variant: The number or name of a variant; None is the first.
+        rank: The rank; None if the entry has only one.
+        prefix: The compiled part of the model; None if the entry has only one.
+        cache_dir: The cache's root; None means the default cache.
 
     Returns:
-        The pieces, and what they were compiled for.
+        The pieces, and the shapes that they are compiled for.
 
     Raises:
-        UsageError: No entry or variant fits, or several do; the message lists them.
+        UsageError: No entry or variant, or several, match; the message lists them.
         CacheError: The cache is empty or another system's, or the entry cannot be read or trusted.
     """
     layout = CacheLayout.at(cache_dir)
     if not layout.hashes():
         check_own(layout.root)
     name = resolve_rank(layout, entry, rank=rank, prefix=prefix)
-    found, plan = entry_with_plan(layout, name)
-    number = _one_variant(plan, variant)
+    opened, plan = entry_with_plan(layout, name)
+    number = _variant_number(plan, variant)
     rows: dict[int, list[Row]] = {}
-    for row in found.manifest.rows:
+    for row in opened.manifest.rows:
         if row.variant == number:
             rows.setdefault(row.piece_index, []).append(row)
     return GraphReport(
         root=layout.root,
-        manifest=found.manifest,
+        manifest=opened.manifest,
         variants=plan.variants,
         variant=number,
         pieces=tuple(
@@ -129,14 +131,14 @@ def inspect_graph(
     )
 
 
-def _one_variant(plan: Plan, wanted: str | None) -> int:
-    if wanted is None:
+def _variant_number(plan: Plan, variant: str | None) -> int:
+    if variant is None:
         return 0
-    if wanted.isascii() and wanted.isdecimal() and int(wanted) < len(plan.variants):
-        return int(wanted)
-    named = [number for number, variant in enumerate(plan.variants) if variant.name == wanted]
-    if len(named) == 1:
-        return named[0]
-    listed = [f"{number}: {variant_words(variant)}" for number, variant in enumerate(plan.variants)]
-    what = f"Several variants are called {wanted!r}." if named else f"There is no variant {wanted!r}."
-    raise selection_error(f"{what} Name one of them by its number", listed, more="graph", actual=wanted)
+    if variant.isascii() and variant.isdecimal() and int(variant) < len(plan.variants):
+        return int(variant)
+    matching = [number for number, candidate in enumerate(plan.variants) if candidate.name == variant]
+    if len(matching) == 1:
+        return matching[0]
+    listed = [f"{number}: {variant_words(candidate)}" for number, candidate in enumerate(plan.variants)]
+    problem = f"Several variants are called {variant!r}." if matching else f"There is no variant {variant!r}."
+    raise selection_error(f"{problem} Name one of them by its number", listed, more="graph", actual=variant)

@@ -1,4 +1,4 @@
-"""Which system wrote a folder, where several might have."""
+"""Detecting the system that wrote a folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cgtool.toolkit.foreign.detect import check_known, detect, read_foreign
 from cgtool.toolkit.foreign.formats import parse_json
 
 
-def test_a_folder_that_is_missing_empty_or_a_strangers_is_no_cache(tmp_path):
+def test_a_missing_empty_or_unrelated_folder_is_not_detected(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "strange" / "ab").mkdir(parents=True)
     (tmp_path / "strange" / "ab" / "note.txt").write_text("hello")
     for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "strange", tmp_path / ("x" * 300)):
         assert detect(path) is None
         assert read_foreign(path) is None
-    with pytest.raises(CacheError, match="is no cache that cgtool knows") as caught:
+    with pytest.raises(CacheError, match="is not a cache of cgtool, vLLM, ATOM, torch's Inductor or Triton") as caught:
         check_known(tmp_path / "strange")
     assert caught.value.path == tmp_path / "strange"
 
 
 @pytest.mark.parametrize("inner", ["", "torch_compile_cache"])
-def test_cgtools_own_cache_is_told_by_its_keys_and_its_tag(cache_root, inner):
+def test_cgtools_cache_is_detected_by_its_keys_or_its_tag(cache_root, inner):
     ensure_root(cache_root)
     assert detect(cache_root) == "cgtool"
     to = writer(cache_root)
@@ -40,13 +40,13 @@ def test_cgtools_own_cache_is_told_by_its_keys_and_its_tag(cache_root, inner):
     assert read_foreign(path) is None
 
 
-def test_an_entry_that_was_copied_alone_is_told_by_its_key(cache_root, tmp_path):
+def test_a_copied_entry_is_detected_by_its_key(cache_root, tmp_path):
     name = publish(cache_root)
     shutil.copytree(cache_root / "torch_compile_cache" / name.hash, tmp_path / "torch_compile_cache" / name.hash)
     assert detect(tmp_path) == "cgtool"
 
 
-def test_torchs_folder_may_hold_tritons_and_each_kernel_is_an_entry(tmp_path):
+def test_tritons_kernels_in_torchs_folder_are_entries(tmp_path):
     path = unpack("torch_inductor", tmp_path)
     shutil.copytree(unpack("triton", tmp_path), path / "triton" / "0")
     assert detect(path) == "torch_inductor"
@@ -57,7 +57,7 @@ def test_torchs_folder_may_hold_tritons_and_each_kernel_is_an_entry(tmp_path):
     assert cache.size_bytes == 379_262 + 69_191 == sum(entry.size_bytes for entry in cache.entries)
 
 
-def test_folders_that_are_being_removed_are_no_entries(tmp_path):
+def test_folders_that_are_being_removed_are_not_entries(tmp_path):
     torch = unpack("torch_inductor", tmp_path)
     hidden = ".key.12.ab.cgtool-pruned"
     for folder in ("fxgraph/3q", "aotautograd"):
@@ -77,7 +77,7 @@ def test_folders_that_are_being_removed_are_no_entries(tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["fxgraph", "aotautograd", "5l"])
-def test_a_part_of_torchs_folder_is_torchs(tmp_path, kept):
+def test_a_part_of_torchs_folder_is_detected(tmp_path, kept):
     path = unpack("torch_inductor", tmp_path)
     for child in path.iterdir():
         if child.name != kept:
@@ -86,14 +86,14 @@ def test_a_part_of_torchs_folder_is_torchs(tmp_path, kept):
     assert len(read_foreign(path).entries) == 1
 
 
-def test_tritons_cache_is_found_from_the_folder_above_it(tmp_path):
+def test_tritons_cache_is_detected_from_its_parent_folder(tmp_path):
     path = unpack("triton", tmp_path)
     path.rename(tmp_path / "cache")
     assert detect(tmp_path) == "triton"
     assert read_foreign(tmp_path).root == tmp_path / "cache"
 
 
-def test_a_launcher_of_tritons_is_no_kernel(tmp_path):
+def test_a_triton_launcher_is_not_a_kernel(tmp_path):
     path = unpack("triton", tmp_path)
     launcher = path / ("A" * 52)
     launcher.mkdir()
@@ -106,7 +106,7 @@ def test_a_launcher_of_tritons_is_no_kernel(tmp_path):
     assert (artifact.what, artifact.target) == ("native_code", "aarch64")
 
 
-def test_what_a_stranger_put_beside_tritons_kernels_is_not_deletable(tmp_path):
+def test_unrelated_files_beside_tritons_kernels_are_not_deletable(tmp_path):
     path = unpack("triton", tmp_path)
     (path / "note.txt").write_text("hello")
     (path / "other").mkdir()
@@ -115,7 +115,7 @@ def test_what_a_stranger_put_beside_tritons_kernels_is_not_deletable(tmp_path):
     assert (other.kind, other.size_bytes, other.deletable) == ("other", 7, False)
 
 
-def test_an_atom_cache_and_a_vllm_cache_are_told_apart_by_ranks_alone(tmp_path):
+def test_atom_and_vllm_are_distinguished_by_the_spelling_of_ranks(tmp_path):
     path = unpack("atom", tmp_path) / "torch_compile_cache"
     assert detect(path) == "atom"
     for rank in path.glob("*/rank_*"):
@@ -127,21 +127,21 @@ def test_an_atom_cache_and_a_vllm_cache_are_told_apart_by_ranks_alone(tmp_path):
 @pytest.mark.parametrize(
     ("target", "shown"),
     [
-        pytest.param('["cuda", 80, 32]', "cuda:80", id="as older versions wrote it"),
+        pytest.param('["cuda", 80, 32]', "cuda:80", id="older versions"),
         pytest.param('{"backend": "xpu", "arch": "pvc"}', "xpu:pvc", id="another backend"),
         pytest.param("[]", None, id="nothing"),
         pytest.param("80", None, id="a number"),
-        pytest.param('{"backend": 1, "arch": true}', None, id="of other types"),
+        pytest.param('{"backend": 1, "arch": true}', None, id="other types"),
     ],
 )
-def test_a_kernels_target_is_what_its_metadata_says(tmp_path, target, shown):
+def test_the_target_of_a_kernel_comes_from_its_metadata(tmp_path, target, shown):
     path = unpack("triton", tmp_path)
     (path / SCALE / "scale.json").write_text(f'{{"name": "scale", "target": {target}}}')
     entry = entry_of(read_foreign(path), SCALE)
     assert {row.target for row in entry.artifacts if row.what == "kernel_binary"} == {shown}
 
 
-def test_metadata_of_a_kernel_is_given_as_it_was_written(tmp_path):
+def test_the_metadata_of_a_kernel_is_unchanged(tmp_path):
     path = unpack("triton", tmp_path)
     entry = entry_of(read_foreign(path), SCALE)
     assert entry.factors == parse_json((path / SCALE / "scale.json").read_bytes())

@@ -1,4 +1,4 @@
-"""What the readers say of each sample: every figure, from files that the systems themselves wrote."""
+"""Every figure that the readers report of sample caches, which the systems themselves wrote."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def caches(samples):
 
 
 @pytest.mark.parametrize(("name", "system"), SAMPLES.items())
-def test_each_sample_is_told_by_looking_and_has_the_promised_json(samples, caches, name, system):
+def test_each_sample_is_detected_and_has_the_documented_json(samples, caches, name, system):
     assert detect(samples[name]) == system
     assert system in SYSTEMS
     cache: ForeignCache = caches[name]
@@ -93,13 +93,12 @@ def test_vllms_index_of_ranges_gives_shapes_pieces_and_keys(samples, caches):
     )
     (problem,) = entry.all_problems()
     assert problem == (
-        "rank_0_0/backbone/vllm_compile_cache.py names files under "
-        "/home/user/.cache/vllm/torch_compile_cache/1572951577/rank_0_0/backbone, where it does not lie now: it was "
-        "moved, and what opens those paths misses"
+        "rank_0_0/backbone/vllm_compile_cache.py was moved and still names files under "
+        "/home/user/.cache/vllm/torch_compile_cache/1572951577/rank_0_0/backbone: a process that opens them misses"
     )
 
 
-def test_vllms_aot_model_is_one_pickle_that_is_described_and_not_opened(caches):
+def test_vllms_aot_model_is_described_and_not_unpickled(caches):
     entry = entry_of(caches["vllm"], f"torch_aot_compile/{AOT}")
     assert (entry.kind, entry.size_bytes, entry.num_files, entry.deletable) == ("aot_model", 486_526, 1, True)
     (model,) = entry.artifacts
@@ -107,7 +106,7 @@ def test_vllms_aot_model_is_one_pickle_that_is_described_and_not_opened(caches):
     assert (model.holds_pickle, model.members, model.problems) == (True, ("pickle protocol 4",), ())
 
 
-def test_an_entry_that_compiled_nothing_still_says_its_ranks_and_factors(caches):
+def test_an_entry_without_artifacts_has_ranks_and_factors(caches):
     entry = entry_of(caches["vllm"], "2e78731c30")
     assert (entry.kind, entry.ranks, entry.prefixes, entry.artifacts) == ("model", ("0_0",), ("backbone",), ())
     assert entry.factors["compiler_hash"] == "7d445ae951"
@@ -115,7 +114,7 @@ def test_an_entry_that_compiled_nothing_still_says_its_ranks_and_factors(caches)
 
 
 @pytest.mark.parametrize("part", ["torch_compile_cache", HASH])
-def test_vllms_cache_is_read_from_its_own_folder_and_from_an_entrys(samples, part):
+def test_vllms_cache_is_read_from_its_folder_and_from_an_entrys_folder(samples, part):
     path = samples["vllm"] / part
     assert detect(path) == "vllm"
     entry = entry_of(read_foreign(path), "1572951577")
@@ -125,7 +124,7 @@ def test_vllms_cache_is_read_from_its_own_folder_and_from_an_entrys(samples, par
     assert detect(samples["vllm"] / RANK) is None
 
 
-def test_vllms_older_index_names_code_and_graphs_of_the_inductor_cache_beside_it(caches):
+def test_vllms_older_index_names_code_and_graphs_of_the_inductor_cache(caches):
     cache = caches["vllm-old"]
     assert cache.version == "shapes"
     (entry,) = cache.entries
@@ -145,7 +144,7 @@ def test_vllms_older_index_names_code_and_graphs_of_the_inductor_cache_beside_it
     assert list(entry.all_problems()) == []
 
 
-def test_atom_is_told_from_vllm_by_its_ranks_and_its_unpacked_artifacts_are_read(caches):
+def test_atoms_unpacked_artifacts_are_read(caches):
     cache = caches["atom"]
     assert cache.system == "atom"
     old, unpacked = cache.entries
@@ -168,14 +167,14 @@ def test_atom_is_told_from_vllm_by_its_ranks_and_its_unpacked_artifacts_are_read
         assert (row.what, row.holds_pickle, row.members) == (
             "unpacked_artifact",
             True,
-            ("3 files, 2 of them pickle",),
+            ("3 files, 2 of them pickles",),
         )
         assert row.problems == ()
     assert all("/home/user/.cache/atom/" in problem and "moved" in problem for problem in unpacked.problems)
     assert len(unpacked.problems) == 2
 
 
-def test_torchs_folder_has_an_entry_for_each_graph_and_one_for_the_code_they_share(samples, caches):
+def test_torchs_folder_has_an_entry_per_graph_and_one_for_shared_code(samples, caches):
     cache = caches["torch_inductor"]
     assert (cache.size_bytes, cache.version) == (379_262, None)
     kinds = [(entry.name, entry.kind, entry.size_bytes, entry.num_files, entry.deletable) for entry in cache.entries]
@@ -204,7 +203,7 @@ def test_torchs_folder_has_an_entry_for_each_graph_and_one_for_the_code_they_sha
     assert [problem for entry in cache.entries for problem in entry.all_problems()] == []
 
 
-def test_tritons_kernels_say_their_target_and_that_they_were_moved(samples, caches):
+def test_tritons_kernels_have_targets_and_report_that_they_were_moved(samples, caches):
     cache = caches["triton"]
     assert (cache.version, cache.size_bytes) == ("triton 3.9.0", 69_191)
     assert [(entry.kind, entry.size_bytes, entry.num_files, entry.deletable) for entry in cache.entries] == [
@@ -233,8 +232,8 @@ def test_tritons_kernels_say_their_target_and_that_they_were_moved(samples, cach
     ]
     (problem,) = entry.all_problems()
     assert problem == (
-        f"__grp__scale.json names files under /tmp/sample/triton/{SCALE}, where it does not lie now: it was moved, and "
-        "Triton opens them there or compiles again"
+        f"__grp__scale.json was moved and still names files under /tmp/sample/triton/{SCALE}: Triton opens those or "
+        "compiles again"
     )
     amd = cache.entries[2]
     assert {row.target for row in amd.artifacts if row.what == "kernel_binary"} == {"hip:gfx942"}
@@ -257,7 +256,7 @@ def test_a_mega_cache_lists_its_members_without_opening_one(samples, caches):
     assert list(entry.all_problems()) == []
 
 
-def test_a_compiled_artifact_alone_says_which_torch_wrote_it(caches):
+def test_a_compiled_artifact_states_the_torch_that_wrote_it(caches):
     (entry,) = caches["compiled_artifact"].entries
     assert (entry.kind, entry.size_bytes, entry.factors) == ("artifact", 155_664, {"torch_key": TORCH_KEY})
     (artifact,) = entry.artifacts
@@ -265,7 +264,7 @@ def test_a_compiled_artifact_alone_says_which_torch_wrote_it(caches):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_entries_come_to_what_the_whole_cache_takes_and_reading_leaves_access_times_alone(samples, caches, name):
+def test_sizes_add_up_and_reading_keeps_access_times(samples, caches, name):
     cache = caches[name]
     assert sum(entry.size_bytes for entry in cache.entries) == cache.size_bytes
     path = samples[name]
@@ -274,7 +273,7 @@ def test_entries_come_to_what_the_whole_cache_takes_and_reading_leaves_access_ti
     assert {file.stat().st_atime for file in files} == {files[0].stat().st_mtime}
 
 
-def test_a_file_of_two_names_is_counted_once(samples, tmp_path):
+def test_a_hard_linked_file_is_counted_once(samples, tmp_path):
     path = unpack("triton", tmp_path)
     folder = path / SCALE
     os.link(folder / "scale.cubin", folder / "again.cubin")
@@ -282,14 +281,14 @@ def test_a_file_of_two_names_is_counted_once(samples, tmp_path):
     assert (entry.size_bytes, entry.num_files) == (21_500, 9)
 
 
-def test_a_file_read_after_it_was_written_says_when(tmp_path):
+def test_a_read_after_the_write_is_the_last_use(tmp_path):
     path = unpack("triton", tmp_path)
     os.utime(path / SCALE / "scale.cubin", (1_800_000_000, 1_700_000_000))
     entry = entry_of(read_foreign(path), SCALE)
     assert (entry.created, entry.last_used) == ("2023-11-14T22:13:20.000Z", "2027-01-15T08:00:00.000Z")
 
 
-def test_the_samples_name_no_path_of_the_machine_they_were_made_on(samples):
+def test_samples_do_not_hold_paths_of_the_machine_that_made_them(samples):
     for path in samples.values():
         for file in [path] if path.is_file() else path.rglob("*"):
             if file.is_file():
