@@ -175,7 +175,7 @@ def test_an_entry_of_vllm_shows_its_coverage_and_what_is_not_recorded(samples):
         ("config_hash", "cfg"),
         ("env", {}),
     ]
-    assert "which files were traced (code_hash)" in key.report["not_recorded"]
+    assert "the traced files (code_hash)" in key.report["not_recorded"]
 
 
 def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):

@@ -221,8 +221,8 @@ def test_an_artifact_is_shown_by_digest_and_by_piece(tmp_path):
         "warnings": [],
     }
     assert missing.err == (
-        "Error: No artifact of this entry matches. Name one of these by its digest, or by --shape, --variant, --rank and "
-        f"--prefix:\n  {row.artifact.digest[:10]}  piece 2, shape general, variant 0, rank 0, backbone\n"
+        "Error: No artifact of this entry matches. Name one of these by its digest, or by --shape, --variant, --rank "
+        f"and --prefix:\n  {row.artifact.digest[:10]}  piece 2, shape general, variant 0, rank 0, backbone\n"
     )
     assert unknown.err == "Error: No artifact matches. cgtool inspect entry shows the digests of an entry.\n"
     assert {ran.code for ran in (missing, unknown, ambiguous)} == {2}

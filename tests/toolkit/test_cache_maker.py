@@ -56,12 +56,12 @@ def test_a_made_entry_equals_a_published_one_file_by_file(cache_root, tmp_path):
 
 
 def test_a_made_cache_has_no_warnings_and_links_artifacts_to_units(cache_root):
-    names = make_cache(cache_root, entries=4, artifacts_per_entry=50, ranks=2, layers=6)
+    names = make_cache(cache_root, entries=2, artifacts_per_entry=50, ranks=2, layers=6)
     layout = CacheLayout(root=cache_root)
     listing = scan(cache_root)
     assert listing.warnings == ()
     assert sorted(name.flat for name in names) == sorted(entry.manifest.name.flat for entry in listing.entries)
     artifacts = list(layout.base.glob("*/artifacts/*"))
-    assert len(artifacts) == 200
+    assert len(artifacts) == 100
     assert {path.stat().st_nlink for path in artifacts} == {2}
-    assert len(list(layout.units_dir.glob("*/*/unit.json"))) == 200
+    assert len(list(layout.units_dir.glob("*/*/unit.json"))) == 100

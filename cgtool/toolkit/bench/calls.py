@@ -160,8 +160,8 @@ def _leaf_difference(path: str, actual: Any, expected: Any) -> Difference:
         return _exact_difference(None if torch.equal(actual, expected) else f"{path} differs from eager's")
     actual, expected = actual.double(), expected.double()
     if not torch.equal(actual.isfinite(), expected.isfinite()):
-        problem = f"{path} is infinite or NaN at other positions than eager's"
-        return Difference(worst=0.0, tolerance=tolerance, problem=problem)
+        message = f"{path} is infinite or NaN at other positions than eager's"
+        return Difference(worst=0.0, tolerance=tolerance, problem=message)
     scale = expected.abs().nan_to_num(posinf=0, neginf=0).max().item()
     error = (actual - expected).abs().nan_to_num(posinf=0, neginf=0).max().item()
     relative = error / scale if scale else error

@@ -113,7 +113,7 @@ def test_rounding_is_measured_and_not_a_problem(eager):
             changed(HIDDEN + 0.01), r"output\['rest'\]\[0\]\[0\] differs from eager's by 2.5e-03", id="values"
         ),
         pytest.param(changed(HIDDEN.double()), "float64", id="dtype"),
-        pytest.param(changed(HIDDEN[:1]), r"\[12, 1\] and eager's is torch.float32 \[12, 2\]", id="shape"),
+        pytest.param(changed(HIDDEN[:1]), r"\[12, 1\], and eager's is torch.float32 \[12, 2\]", id="shape"),
         pytest.param(changed(HIDDEN.where(HIDDEN > -3, torch.nan)), "infinite or NaN at other positions", id="nan"),
         pytest.param(changed(count=4), r"\[1\] differs from eager's", id="number"),
         pytest.param(changed(ids=torch.tensor([0, 1, 2, 4])), "differs from eager's", id="integers"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cgtool.toolkit.bench import report
 from cgtool.toolkit.bench.report import FEWEST_PAIRS, bootstrap, paired_ratio, summarize
 
 VALUES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=30)
@@ -67,7 +68,8 @@ def test_too_few_pairs_have_no_interval(count):
     assert (ratio.ratio, ratio.low is not None, ratio.high is not None) == (1.5, bounded, bounded)
 
 
-def test_the_interval_covers_the_true_median_with_the_stated_confidence():
+def test_the_interval_covers_the_true_median_with_the_stated_confidence(monkeypatch):
+    monkeypatch.setattr(report, "RESAMPLES", 1000)
     generator = random.Random(5)
     samples = [[math.exp(generator.gauss(0, 0.3)) for _ in range(15)] for _ in range(60)]
     intervals = [bootstrap(sample, seed=0) for sample in samples]

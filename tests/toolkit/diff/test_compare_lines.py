@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgtool.toolkit.diff.records import TracedLine, between_graphs, in_file_now, line_diff, match_lines, traced_lines
@@ -35,6 +35,7 @@ def test_a_long_diff_ends_with_the_number_of_omitted_lines():
     assert diff[-1] == "... 40 more lines"
 
 
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from("ab"), max_size=12), st.lists(st.sampled_from("ab"), max_size=12))
 def test_matched_lines_are_equal_and_in_order(old, new):
     pairs = match_lines(old, new)
