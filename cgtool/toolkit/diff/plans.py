@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from cgtool.plan.grammar import canonical_json
-from cgtool.plan.pieces import Json, Node, PieceGraph
+from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.plan.records import GuardTable, Plan, Step, Variant, source_words
 from cgtool.plan.rendering import changed_words, expected_words, node_text, tensor_text, value_text
 from cgtool.store.layout import short
@@ -271,7 +271,10 @@ def _value_names(old: PieceGraph, new: PieceGraph) -> dict[str, str]:
     """Return display names for the new graph's values: those of the old graph's corresponding values."""
     counts = len(old.inputs), len(new.inputs)
     tensors = [[tensor_text(meta) for meta in graph.inputs] for graph in (old, new)]
-    nodes = [[_without_values(node) for node in graph.nodes] for graph in (old, new)]
+    nodes = [
+        [canonical_json([n.kind, n.target, _blank(list(n.args)), _blank(n.kwargs)]).decode() for n in graph.nodes]
+        for graph in (old, new)
+    ]
     names = {f"%{right}": f"%{left}" for left, right in match_lines(*tensors)}
     names |= {f"%{counts[1] + right}": f"%{counts[0] + left}" for left, right in match_lines(*nodes)}
     if counts[0] == counts[1] and len(old.nodes) == len(new.nodes):
@@ -282,11 +285,8 @@ def _value_names(old: PieceGraph, new: PieceGraph) -> dict[str, str]:
     return {f"%{i}": f"%new{i}" for i in range(counts[1] + len(new.nodes))} | names
 
 
-def _without_values(node: Node) -> str:
-    return canonical_json([node.kind, node.target, _blank(list(node.args)), _blank(node.kwargs)]).decode()
-
-
 def _blank(value: Json) -> Json:
+    """Replace the names of values, so that operations can be compared without them."""
     if isinstance(value, list):
         return [_blank(item) for item in value]
     if isinstance(value, dict):

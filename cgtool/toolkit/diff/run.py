@@ -68,7 +68,12 @@ def diff(old: str, new: str | None = None, *, here: bool = False, cache_dir: Pat
         left = stack.enter_context(open_side(old, cache_dir))
         right = None if new is None else stack.enter_context(open_side(new, cache_dir))
         if right is None:
-            return _with_machine(left)
+            from cgtool.store.machine import this_machine  # imported lazily: takes longer than comparing two entries
+
+            entry = _single_entry(left)
+            return DiffReport(
+                _label(left, entry), "this machine", tuple(machine_differences(entry.key, this_machine()))
+            )
         if left.hash is None and right.hash is None:
             return DiffReport(left.text, right.text, tuple(compare_caches(left, right)))
         first = _single_entry(left) if right.hash is None else _counterpart(left, _single_entry(right))
@@ -157,14 +162,6 @@ def _entry_text(entry: EntrySide) -> str:
 
 def _entry_difference(old: str | None, new: str | None, sentence: str) -> Difference:
     return Difference(what="entry", path=str(old or new), old=old, new=new, sentence=sentence)
-
-
-def _with_machine(side: Side) -> DiffReport:
-    from cgtool.store.machine import this_machine  # imported lazily: takes longer than comparing two entries
-
-    entry = _single_entry(side)
-    found = machine_differences(entry.key, this_machine())
-    return DiffReport(_label(side, entry), "this machine", tuple(found))
 
 
 def machine_differences(key: Key, machine: Machine) -> list[Difference]:

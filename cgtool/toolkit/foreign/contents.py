@@ -14,7 +14,7 @@ from cgtool.store.compiled_code import read_native
 from cgtool.toolkit.contents import Contents, Source, contents_of, inductor_kernels
 from cgtool.toolkit.foreign.formats import read_structure
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignEntry
-from cgtool.toolkit.foreign.tree import File, Tree, shown
+from cgtool.toolkit.foreign.tree import File, Tree, display_text
 
 _LANGUAGES = {
     ".py": "python",
@@ -58,12 +58,12 @@ def _read(tree: Tree, files: Iterable[File], warnings: list[str]) -> Iterator[tu
             warnings.append(f"Only the first {_MAX_FILES} files were opened.")
             return
         if file.size_bytes > _MAX_BYTES:
-            warnings.append(f"{shown(file.name)} was not opened: it has {file.size_bytes} bytes.")
+            warnings.append(f"{display_text(file.name)} was not opened: it has {file.size_bytes} bytes.")
             continue
         try:
             yield file.name, tree.read(file.path, _MAX_BYTES)
         except (CacheError, OSError) as error:
-            warnings.append(f"{shown(file.name)} could not be read: {error}")
+            warnings.append(f"{display_text(file.name)} could not be read: {error}")
 
 
 def _member(tree: Tree, artifact: ForeignArtifact, warnings: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -83,7 +83,7 @@ def _file_contents(name: str, data: bytes, warnings: list[str]) -> Contents:
     language = _LANGUAGES.get(PurePosixPath(name).suffix)
     if language is not None:
         if len(data) > _MAX_TEXT_BYTES:
-            warnings.append(f"{shown(name)} has {len(data)} bytes; only the first {_MAX_TEXT_BYTES} are shown.")
+            warnings.append(f"{display_text(name)} has {len(data)} bytes; only the first {_MAX_TEXT_BYTES} are shown.")
         text = data[:_MAX_TEXT_BYTES].decode("utf-8", "backslashreplace")
         kernels = inductor_kernels(text) if language == "python" else ()
         source = Source(language=language, text=text)

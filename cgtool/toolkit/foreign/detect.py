@@ -21,7 +21,7 @@ from cgtool.toolkit.foreign.torch_caches import (
     read_torch_inductor,
     read_triton,
 )
-from cgtool.toolkit.foreign.tree import open_regular, shown
+from cgtool.toolkit.foreign.tree import display_text, open_regular
 from cgtool.toolkit.foreign.vllm import detect_vllm, read_vllm
 
 _READERS = {
@@ -69,12 +69,12 @@ def check_known(root: Path) -> None:
     try:
         holds_others = root.is_dir() and not CacheLayout(root=root).base.is_dir() and any(root.iterdir())
     except OSError as error:
-        message = f"{shown(root)} could not be listed: {error.strerror}. Check its permissions."
+        message = f"{display_text(root)} could not be listed: {error.strerror}. Check its permissions."
         raise CacheError(message, path=root) from error
     if holds_others and detect(root) is None:
         raise CacheError(
-            f"{shown(root)} is not a cache of cgtool, vLLM, ATOM, torch's Inductor or Triton, and not a mega-cache "
-            "file. Name the cache's folder or file.",
+            f"{display_text(root)} is not a cache of cgtool, vLLM, ATOM, torch's Inductor or Triton, and not a "
+            "mega-cache file. Name the cache's folder or file.",
             path=root,
             expected=SYSTEMS,
         )

@@ -39,7 +39,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from cgtool.errors import CacheError
-from cgtool.toolkit.foreign.tree import shown
+from cgtool.toolkit.foreign.tree import display_text
 
 #: A row of vLLM's index has 400 bytes and about 20 tokens.
 MAX_BYTES = 8 << 20
@@ -79,7 +79,7 @@ def parse_literal(data: bytes) -> Any:
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise FormatError(f"it is not a complete Python literal ({shown(error)})") from error
+        raise FormatError(f"it is not a complete Python literal ({display_text(error)})") from error
 
 
 def parse_json(data: bytes) -> Any:
@@ -88,7 +88,7 @@ def parse_json(data: bytes) -> Any:
     try:
         value = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"it is not valid JSON ({shown(error)})") from error
+        raise FormatError(f"it is not valid JSON ({display_text(error)})") from error
     level = [value]
     for _ in range(MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
@@ -128,7 +128,7 @@ def _check_tokens(text: str) -> None:
         position = match.end()
     if position != len(text):
         line = text.count("\n", 0, position) + 1
-        raise FormatError(f"it is not a plain literal: line {line} has {shown(text[position : position + 40])}")
+        raise FormatError(f"it is not a plain literal: line {line} has {display_text(text[position : position + 40])}")
     if before is None or depth != 0:
         raise FormatError("it is truncated")
 
@@ -150,7 +150,7 @@ class Member:
     def describe(self) -> str:
         """Return a short description."""
         pickle = "" if self.protocol is None else f", pickle protocol {self.protocol}"
-        return f"{shown(f'{self.kind} {self.key}'.rstrip())} ({self.size_bytes} bytes{pickle})"
+        return f"{display_text(f'{self.kind} {self.key}'.rstrip())} ({self.size_bytes} bytes{pickle})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def read_structure(stream: BinaryIO) -> Structure:
 def _read_artifact(fields: _Fields, *, checked: bool) -> Structure:
     header = fields.data()
     if header not in (_CACHE_HEADER, _AOT_HEADER):
-        raise FormatError(f"its header {shown(ascii(header[:40]))} is unknown")
+        raise FormatError(f"its header {display_text(ascii(header[:40]))} is unknown")
     torch_key = fields.data().hex()
     if header == _AOT_HEADER:
         key = None
@@ -271,7 +271,7 @@ class _Fields:
         try:
             return base64.b64decode(data, validate=True).decode("utf-8")
         except (binascii.Error, UnicodeDecodeError) as error:
-            raise FormatError(f"a text field is not base64 of UTF-8: {shown(ascii(data[:40]))}") from error
+            raise FormatError(f"a text field is not base64 of UTF-8: {display_text(ascii(data[:40]))}") from error
 
     def member(self, kind: str, key: str) -> Member:
         start, length = self.span()

@@ -17,7 +17,7 @@ from cgtool.plan.pieces import Json
 from cgtool.plan.shapes import Shape
 from cgtool.store.records import Factor, timestamp
 from cgtool.toolkit.foreign.formats import MAX_BYTES, native_target, parse_json, pickle_protocol, read_structure
-from cgtool.toolkit.foreign.tree import File, Tree, shown
+from cgtool.toolkit.foreign.tree import File, Tree, display_text
 from cgtool.toolkit.selection import selection_error
 
 SCHEMA = 2
@@ -199,7 +199,7 @@ def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
     if len(exact or matching) == 1:
         return (exact or matching)[0]
     problem = "Several entries match" if matching else "No entry matches"
-    listed = [redacted(entry.name) for entry in matching or cache.entries]
+    listed = [display_text(entry.name) for entry in matching or cache.entries]
     raise selection_error(f"{problem}. Name one of these", listed, path=cache.root, actual=abbreviate)
 
 
@@ -256,7 +256,9 @@ def binary_artifact(
     if structure.is_mega:
         problems.append("it is a mega-cache, not a compiled artifact")
     if None not in (key, structure.key) and key != structure.key:
-        problems.append(f"the index names the key {shown(key)}, and the file holds {shown(structure.key)}")
+        problems.append(
+            f"the index names the key {display_text(key)}, and the file holds {display_text(structure.key)}"
+        )
     if not structure.checked:
         problems.append("its checksum was not compared because the file is too large")
     holds_pickle = any(member.protocol is not None for member in structure.members)

@@ -45,7 +45,7 @@ from cgtool.toolkit.foreign.records import (
     file_artifact,
     read_json,
 )
-from cgtool.toolkit.foreign.tree import File, Tree, join, open_regular, shown
+from cgtool.toolkit.foreign.tree import File, Tree, display_text, join, open_regular
 
 _GRAPHS, _AUTOGRAD_GRAPHS, _TRITON = "fxgraph", "aotautograd", "triton"
 _CODE_FOLDER = re.compile(r"[a-z2-7]{2}")
@@ -201,7 +201,7 @@ def _metadata(tree: Tree, folder: str, problems: list[str]) -> dict[str, Json] |
     for name, value in _read_jsons(tree, folder, problems, groups=False):
         if isinstance(value, dict) and "name" in value:
             return value
-        problems.append(f"{shown(name)} is not the metadata of a kernel")
+        problems.append(f"{display_text(name)} is not the metadata of a kernel")
     return None
 
 
@@ -212,7 +212,7 @@ def _read_jsons(tree: Tree, folder: str, problems: list[str], *, groups: bool) -
             try:
                 value = read_json(tree, join(folder, name))
             except (CacheError, OSError) as error:
-                problems.append(f"{shown(name)} could not be read: {error}")
+                problems.append(f"{display_text(name)} could not be read: {error}")
             else:
                 yield name, value
 
@@ -233,15 +233,19 @@ def _target(metadata: dict[str, Json] | None) -> str | None:
 def _check_group(tree: Tree, folder: str, name: str, value: Any, problems: list[str]) -> None:
     children = value.get("child_paths") if isinstance(value, dict) else None
     if not isinstance(children, dict) or not all(isinstance(path, str) for path in children.values()):
-        problems.append(f"{shown(name)} is not a group of files")
+        problems.append(f"{display_text(name)} is not a group of files")
         return
     names = set(tree.names(folder))
-    problems += [f"{shown(name)} names {shown(child)}, which is missing" for child in children if child not in names]
+    problems += [
+        f"{display_text(name)} names {display_text(child)}, which is missing"
+        for child in children
+        if child not in names
+    ]
     elsewhere = {path.rpartition("/")[0] for path in children.values()} - {str(tree.top / folder)}
     if elsewhere:
         problems.append(
-            f"{shown(name)} was moved and still names files under {shown(min(elsewhere))}: Triton opens those or "
-            "compiles again"
+            f"{display_text(name)} was moved and still names files under {display_text(min(elsewhere))}: Triton opens "
+            "those or compiles again"
         )
 
 
@@ -261,7 +265,7 @@ def read_file(path: Path) -> ForeignCache:
     read = _compiled_artifact if system == "compiled_artifact" else _mega_cache
     entries = [read(tree, file) for file in tree.files.values()]
     if not entries:
-        tree.warnings.append(f"{shown(path)} was removed or is not a regular file.")
+        tree.warnings.append(f"{display_text(path)} was removed or is not a regular file.")
     deletion = "The file may be removed; a program that loads it by name will not find it."
     return ForeignCache.of(system, tree, entries, deletion=deletion)
 

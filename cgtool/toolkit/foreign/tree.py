@@ -131,7 +131,7 @@ class Tree:
         return True
 
     def _warn(self, path: str, problem: str) -> None:
-        self.warnings.append(f"{shown(self.top / path)} {problem}.")
+        self.warnings.append(f"{display_text(self.top / path)} {problem}.")
 
 
 def join(*parts: str) -> str:
@@ -156,7 +156,7 @@ def open_regular(path: Path, *, follow: bool = False) -> Iterator[BinaryIO]:
         raise CacheError(f"it could not be read: {error.strerror or error}", path=path) from error
 
 
-def shown(text: object) -> str:
+def display_text(text: object) -> str:
     """Return untrusted text for a message: on one line, printable, and truncated."""
     source = str(text)
     if len(source) > _MAX_SHOWN_CHARS:

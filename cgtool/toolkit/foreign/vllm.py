@@ -54,7 +54,7 @@ from cgtool.toolkit.foreign.records import (
     read_json,
     size_of,
 )
-from cgtool.toolkit.foreign.tree import File, Tree, join, shown
+from cgtool.toolkit.foreign.tree import File, Tree, display_text, join
 
 _AOT_FOLDER = "torch_aot_compile"
 _AOT_MODEL = "model"
@@ -121,7 +121,9 @@ def parse_index(data: bytes) -> Index:
             if not 0 <= low <= high <= _MAX_NUMBER or not 0 <= piece <= _MAX_NUMBER:
                 raise ValueError  # noqa: TRY301 - handled like a failed conversion
         except ValueError:
-            problems.append(f"a row of the index has an unknown format and was skipped: {shown(ascii((key, value)))}")
+            problems.append(
+                f"a row of the index has an unknown format and was skipped: {display_text(ascii((key, value)))}"
+            )
             continue
         forms.add("ranges" if isinstance(handle, _Handle) or isinstance(size, tuple) else "shapes")
         handle = handle if isinstance(handle, _Handle) else _Handle(handle)
@@ -223,7 +225,7 @@ def _other_entries(tree: Tree, known: set[str], system: str) -> Iterator[Foreign
                 kind, why = "shared", "compiled models beside it may load from it"
             yield ForeignEntry.of(path, kind, tree, (), folder=path, deletable=False, why_not=why)
         for name in tree.names(above):
-            tree.warnings.append(f"{shown(tree.top / above / name)} is not part of the cache and was skipped.")
+            tree.warnings.append(f"{display_text(tree.top / above / name)} is not part of the cache and was skipped.")
 
 
 class _EntryReader:
@@ -255,7 +257,7 @@ class _EntryReader:
                 try:
                     factors[part] = read_json(self.tree, join(folder, _FACTORS_FILE))
                 except (CacheError, OSError) as error:
-                    self.problems.append(f"{_FACTORS_FILE} of {shown(part)} could not be read: {error}")
+                    self.problems.append(f"{_FACTORS_FILE} of {display_text(part)} could not be read: {error}")
         self._add_shared_caches()
         # All parts should have the same factors; if not, keep them by part.
         are_equal = len({json.dumps(value, sort_keys=True) for value in factors.values()}) <= 1
@@ -309,7 +311,7 @@ class _EntryReader:
         try:
             index = parse_index(self.tree.read(path, MAX_BYTES))
         except (CacheError, OSError) as error:
-            self.problems.append(f"{shown(self._below(path))} could not be read: {error}")
+            self.problems.append(f"{display_text(self._below(path))} could not be read: {error}")
             return []
         self.problems += index.problems
         if index.form is not None:
@@ -318,15 +320,15 @@ class _EntryReader:
         elsewhere = sorted(parent for parent in parents - {str(self.tree.top / folder)} if parent.startswith("/"))
         if elsewhere:
             self.problems.append(
-                f"{shown(self._below(path))} was moved and still names files under {shown(elsewhere[0])}: a process "
-                "that opens them misses"
+                f"{display_text(self._below(path))} was moved and still names files under "
+                f"{display_text(elsewhere[0])}: a process that opens them misses"
             )
         return index.rows
 
     def _indexed_artifact(self, folder: str, row: IndexRow, facts: dict[str, Any]) -> ForeignArtifact:
         path = join(folder, row.name)
         if "/" in row.name or row.name in {"", ".", ".."}:
-            where, problem = row.name, f"the index names {shown(row.name)}, which is not a plain file name"
+            where, problem = row.name, f"the index names {display_text(row.name)}, which is not a plain file name"
         elif path not in self.tree.files and not self.tree.is_folder(path):
             where, problem = self._below(path), "the index names it, but it is missing"
         else:
@@ -349,7 +351,7 @@ class _EntryReader:
     def _unpacked_artifact(self, path: str, facts: dict[str, Any]) -> ForeignArtifact:
         files = self.tree.under(path)
         problems = [
-            f"{shown(file.path.removeprefix(f'{path}/'))} is empty"
+            f"{display_text(file.path.removeprefix(f'{path}/'))} is empty"
             for file in files
             if file.size_bytes == 0 and not file.name.endswith(".lock")
         ]
@@ -369,9 +371,9 @@ class _EntryReader:
         graph = self.tree.under(join(cache, f"inductor_cache/fxgraph/{row.name[1:3]}/{row.name}"))
         problems = [] if code else ["its generated code is missing"]
         if not graph:
-            problems.append(f"its compiled graph {shown(row.name)} is missing")
+            problems.append(f"its compiled graph {display_text(row.name)} is missing")
         files = [*graph, code] if code else graph
-        problems += [f"{shown(file.name)} is empty" for file in files if not file.size_bytes]
+        problems += [f"{display_text(file.name)} is empty" for file in files if not file.size_bytes]
         facts |= {"members": (f"compiled graph {row.name}",), "problems": tuple(problems)}
         holds_pickle = any(map(self._is_pickle, graph))
         return self._files_artifact(path, "generated_code", files, holds_pickle=holds_pickle, **facts)

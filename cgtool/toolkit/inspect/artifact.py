@@ -41,8 +41,8 @@ from cgtool.toolkit.contents import Contents, Source, contents_of
 from cgtool.toolkit.foreign.contents import foreign_contents
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
-from cgtool.toolkit.foreign.tree import shown
-from cgtool.toolkit.selection import abbreviate, published_ranks, resolve_entry, selection_error
+from cgtool.toolkit.foreign.tree import display_text
+from cgtool.toolkit.selection import abbreviate, selection_error, resolve_entry, published_ranks
 
 SCHEMA = 2
 
@@ -305,7 +305,7 @@ def _inspect_foreign(
     chosen = exact if len(exact) == 1 else matching
     if len(chosen) != 1:
         problem = "Several artifacts match" if matching else "No artifact matches"
-        listed = [redacted(f"{entry.name}/{artifact.path}") for entry, artifact in matching or artifacts]
+        listed = [display_text(f"{entry.name}/{artifact.path}") for entry, artifact in matching or artifacts]
         message = f"{problem}. Name one of these, or choose by --shape, --rank and --prefix"
         raise selection_error(message, listed, more="entry", actual=name)
     entry, artifact = chosen[0]

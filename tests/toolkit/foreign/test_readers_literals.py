@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cgtool.plan.shapes import shape_text
 from cgtool.toolkit.foreign import formats
 from cgtool.toolkit.foreign.formats import MAX_BYTES, MAX_DEPTH, FormatError, parse_json, parse_literal
-from cgtool.toolkit.foreign.tree import shown
+from cgtool.toolkit.foreign.tree import display_text
 from cgtool.toolkit.foreign.vllm import IndexRow, parse_index
 
 PLAIN = st.recursive(
@@ -72,8 +72,8 @@ def test_other_text_is_refused_with_the_reason(text, message, tmp_path, monkeypa
 
 
 def test_untrusted_text_is_shown_on_one_line_and_cut_in_the_middle():
-    assert shown("a\x1b[2J\nb\u202e") == "a\\x1b[2J\\nb\\u202e"
-    assert shown(f"<{'x' * 10_000}>") == f"<{'x' * 199}…{'x' * 199}>"
+    assert display_text("a\x1b[2J\nb\u202e") == "a\\x1b[2J\\nb\\u202e"
+    assert display_text(f"<{'x' * 10_000}>") == f"<{'x' * 199}…{'x' * 199}>"
 
 
 def test_invalid_utf_8_is_refused():
