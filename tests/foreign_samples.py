@@ -1,4 +1,4 @@
-"""The samples of fixtures/caches, unpacked for a test."""
+"""Sample caches of other systems, from fixtures/caches."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ class WarmReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `warm --json` prints: the entry and the result of this run."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del own["entry"], own["load_call"]
-        return {"schema": SCHEMA, "root": self.root, **(self.entry or {}), **own}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["entry"], fields["load_call"]
+        return {"schema": SCHEMA, "root": self.root, **(self.entry or {}), **fields}
 
 
 def warm(
@@ -135,10 +135,9 @@ def warm(
             "rank": rank or None,
             "prefix": None if spec.prefix == DEFAULT_PREFIX else spec.prefix,
         }
-        is_decode_step = choice.model.startswith("hf:") and "cache" in choice.factory_args
-        # `spec` holds the model's decode step, but `cgtool.load` takes the model itself.
         load_args = location
-        if is_decode_step:
+        if choice.model.startswith("hf:") and "cache" in choice.factory_args:
+            # `spec` holds the model's decode step, but `cgtool.load` takes the model itself.
             load_args = {**location, "prefix": choice.prefix, "cache": choice.factory_args["cache"]}
         lines: dict[str, Any] = {"start": start_line(choice, location), "load_call": load_call("module", load_args)}
         try:

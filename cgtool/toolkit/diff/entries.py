@@ -120,11 +120,9 @@ class EntrySide:
 
 def compare_entries(old: EntrySide, new: EntrySide) -> list[Difference]:
     """Return the differences between two entries, root causes first; age and use are not compared."""
-    factors = (
-        []
-        if old.hash == new.hash
-        else factor_differences(differences(old.key, new.key), lambda module: _changed_lines(module, old, new))
-    )
+    factors: list[Difference] = []
+    if old.hash != new.hash:
+        factors = factor_differences(differences(old.key, new.key), lambda module: _changed_lines(module, old, new))
     guards: list[Difference] = []
     rest: list[Difference] = []
     for (rank, prefix), was, _ in changes(dict.fromkeys(old.parts, True), dict.fromkeys(new.parts, True)):

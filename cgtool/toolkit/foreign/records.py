@@ -157,7 +157,6 @@ class ForeignCache(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None
     #: The folder of all entries, or the file.
     root: Path
-    #: Sorted by name.
     entries: tuple[ForeignEntry, ...]
     #: Bytes on disk; a file with several hard links counts once.
     size_bytes: int

@@ -45,6 +45,9 @@ from cgtool.toolkit.selection import resolve_entry
 SCHEMA = 2
 KEY_SCHEMA = 1
 
+_PLACE_FIELDS = ("rank", "prefix", "variant", "piece_index", "adaptor", "serves_all")
+_RANK_FIELDS = ("rank", "prefix", "model", "level", "adaptor", "cgtool", "created")
+
 _VLLM_NOT_RECORDED = "guards, compile times and uses, nor the digest and the target of a binary artifact"
 #: The facts that other systems do not record about entries.
 _NOT_RECORDED = {
@@ -114,10 +117,6 @@ class EntryReport:
             ],
             "warnings": list(self.warnings),
         }
-
-
-_PLACE_FIELDS = ("rank", "prefix", "variant", "piece_index", "adaptor", "serves_all")
-_RANK_FIELDS = ("rank", "prefix", "model", "level", "adaptor", "cgtool", "created")
 
 
 class ForeignHole(msgspec.Struct, frozen=True, kw_only=True):
