@@ -25,7 +25,7 @@ def resolve_rank(layout: CacheLayout, entry: str | None, *, rank: int | None, pr
     if len(fitting) == 1:
         return fitting[0]
     hashes = [name.hash for name in fitting or there]
-    fits = "Several entries fit" if fitting else "No entry fits"
+    fits = "Several entries match" if fitting else "No entry matches"
     what = f"{fits}. Name one of these by its hash, and by --rank and --prefix where the hash is the same"
     listed = [f"{abbreviate(name.hash, hashes)} --rank {name.rank} --prefix {name.prefix}" for name in fitting or there]
     raise selection_error(what, listed, path=layout.root, actual=entry)

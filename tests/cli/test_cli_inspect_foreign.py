@@ -128,7 +128,7 @@ def test_an_empty_folder_is_an_empty_cache_and_a_folder_with_other_files_is_not(
     document, of_empty, of_begun = (run("inspect", "cache", path, "--json") for path in (home, empty, begun))
     by_variable = run("inspect", "cache", env={"CGTOOL_CACHE_DIR": str(home)})
     plain = [run("inspect", "cache", home), by_variable, run("verify", home)]
-    said = (
+    message = (
         f"{tmp_path}/home\\x1b[2J is not a cache of cgtool, vLLM, ATOM, torch's Inductor or Triton, and not a "
         "mega-cache file. Name the cache's folder or file."
     )
@@ -189,7 +189,7 @@ def test_a_shape_that_one_piece_lacks_is_a_hole(tmp_path):
     assert "Holes:\n  rank 0_0 backbone, piece 1 for num_tokens=8\n" in text.out
 
 
-def test_an_entry_that_is_not_one_is_asked_for_again(samples):
+def test_an_ambiguous_or_unknown_entry_lists_the_entries(samples):
     for entry, what in ((None, "Several entries match"), ("x", "No entry matches")):
         with pytest.raises(UsageError, match=what) as error:
             inspect_entry(entry, cache_dir=samples["vllm"])

@@ -183,7 +183,7 @@ class Side(NamedTuple):
 @contextlib.contextmanager
 def open_side(text: str, cache_dir: Path | None = None) -> Iterator[Side]:
     """Yield the side that `text` names (see `cgtool.toolkit.places`); a bundle or store of one entry is that entry."""
-    with opened_place(text, cache_dir) as place:
+    with open_place(text, cache_dir) as place:
         layout, hash_ = place.layout, place.hash
         entries = {other: EntrySide(layout, other) for other in layout.hashes()}
         if place.is_copy and len(entries) == 1:

@@ -194,12 +194,12 @@ def one_entry(cache: ForeignCache, beginning: str | None) -> ForeignEntry:
         for entry in cache.entries
         if any(name.lower().startswith(prefix) for name in (entry.name, entry.name.rpartition("/")[2]))
     ]
-    exact = [entry for entry in matching if entry.name == abbreviate]
+    exact = [entry for entry in matching if entry.name == beginning]
     if len(exact or matching) == 1:
         return (exact or matching)[0]
     problem = "Several entries match" if matching else "No entry matches"
     listed = [display_text(entry.name) for entry in matching or cache.entries]
-    raise selection_error(f"{problem}. Name one of these", listed, path=cache.root, actual=abbreviate)
+    raise selection_error(f"{problem}. Name one of these", listed, path=cache.root, actual=beginning)
 
 
 def size_of(files: Iterable[File]) -> int:

@@ -42,7 +42,7 @@ from cgtool.toolkit.foreign.contents import foreign_contents
 from cgtool.toolkit.foreign.detect import read_foreign
 from cgtool.toolkit.foreign.records import ForeignArtifact, ForeignCache, ForeignEntry, foreign_json
 from cgtool.toolkit.foreign.tree import display_text
-from cgtool.toolkit.selection import abbreviate, selection_error, resolve_entry, published_ranks
+from cgtool.toolkit.selection import abbreviate, published_ranks, resolve_entry, selection_error
 
 SCHEMA = 2
 
@@ -192,7 +192,9 @@ def inspect_artifact(
             raise UsageError("Entries of other systems have no variants. Leave --variant out.", actual=variant)
 
         def matches_artifact(artifact: ForeignArtifact) -> bool:
-            is_shape = wanted_shape is None or (artifact.shape is not None and shape_matches(artifact.shape, wanted_shape))
+            is_shape = wanted_shape is None or (
+                artifact.shape is not None and shape_matches(artifact.shape, wanted_shape)
+            )
             is_rank = rank is None or artifact.rank.partition("_")[0] == str(rank)
             return is_shape and is_rank and prefix in (None, artifact.prefix)
 
