@@ -196,7 +196,8 @@ def test_an_unknown_entry_lists_the_known_ones(tmp_path, entry):
     ran = run("inspect", "graph", entry, "--cache-dir", tmp_path)
     assert ran.code == 2
     assert ran.err == (
-        "Error: No entry matches. Name one of these by its hash, and by --rank and --prefix where the hash is the same:\n"
+        "Error: No entry matches. Name one of these by its hash, and by --rank and --prefix where the hash is the "
+        "same:\n"
         f"  {hash_[:10]} --rank 0 --prefix backbone\n"
     )
 
