@@ -1,7 +1,7 @@
-"""Warm: the whole way of the data, from a model to an entry of the cache.
+"""Warm: from a model to an entry of the cache.
 
-hit  ──▶ rows that the entry lacks ──▶ compile ──▶ add rows
-miss ──▶ stitch, while what is traced compiles ──▶ every row ──▶ compile ──▶ publish
+hit  ──▶ the rows that are missing ──▶ compile ──▶ add rows
+miss ──▶ trace and split, compiling each variant once it is traced ──▶ prove ──▶ publish
 """
 
 from __future__ import annotations
@@ -20,33 +20,29 @@ import msgspec
 import torch
 
 from cgtool.compiler.cluster import Cluster
-from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
-from cgtool.compiler.manager import CompilerManager, pool_of, prover_of, takes_compiler
-from cgtool.compiler.pool import WorkerPool
-from cgtool.compiler.ranks import Ranks
-from cgtool.compiler.required import unserved
-from cgtool.compiler.schedule import Compiled, SplitAgainError, compile_work, unique
-from cgtool.compiler.standing import (
+from cgtool.compiler.entry_state import (
     broken_work,
-    calls_of,
     counts_of,
     damaged_texts,
     incomplete,
     notes_of,
-    same_calls,
+    traced_factors,
     uncalled_notes,
+    uncovered_calls,
     unproved_notes,
 )
+from cgtool.compiler.generated import dump_entry, dump_traced, keep_generated
+from cgtool.compiler.manager import CompilerManager, pool_of, prover_of, takes_compiler
+from cgtool.compiler.pool import WorkerPool
+from cgtool.compiler.ranks import Ranks
+from cgtool.compiler.schedule import Compiled, SplitAgainError, compile_work, unique
 from cgtool.compiler.wanted import Work, leveled, wanted
 from cgtool.config import CompilationConfig, resolve_compile_sizes
 from cgtool.errors import CacheMissError, ModelError, UsageError
 from cgtool.events import Event, OnEvent, ignore
 from cgtool.guards import _torch as private
-from cgtool.guards.kinds import without_rank
-from cgtool.host import variables_now
 from cgtool.machine import early_jobs
 from cgtool.model import ModelSpec
-from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
@@ -66,23 +62,23 @@ if TYPE_CHECKING:
     from cgtool.compiler.stitch import Stitched
     from cgtool.processes import Children
 
-#: How often ops at which pieces fail to compile are split out; what fails after that falls back.
+#: How often ops that fail to compile are split out; pieces that fail after that fall back.
 _MOST_SPLITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmResult:
-    """What a warm did.
+    """The result of a warm.
 
     Args:
-        manifest: The rank's manifest, as it stands now.
+        manifest: The rank's current manifest.
         root: The cache's root.
-        hit: Whether the entry was there and complete.
-        compiled: How many artifacts this process compiled.
-        reused: How many different artifacts of the entry were there already.
-        trace_secs: Seconds that tracing and splitting took; 0 on a hit.
-        compile_secs: Seconds that compiling took.
-        reasons: Why it was no hit, the most telling first.
+        hit: Whether the entry existed and was complete.
+        compiled: The number of artifacts that this process compiled.
+        reused: The number of distinct artifacts of the entry that existed already.
+        trace_secs: Seconds spent on tracing and splitting; 0 on a hit.
+        compile_secs: Seconds spent on compiling.
+        reasons: Why it was a miss, the most significant reason first.
         notes: Advice for the user.
     """
 
@@ -119,25 +115,25 @@ def warm(
     Args:
         spec: The model and its example calls; its weights may be fake.
         config: What to compile and how.
-        cache_dir: The cache's root; None takes the configuration's, the environment's or the user's own.
-        rank: Which process of a model-parallel group; None takes the environment's word.
-        check: Compile and write nothing; raise when something is missing.
-        without: Hashes of entries that fit and do not serve: their guards refuse these very examples.
-        ranks: Those that a launcher started to warm this model together; None takes those of the default process group.
-        tracers: Children of `serve_traces`, which trace variants beside this process; ended once all are traced.
-        on_event: Told of each phase as it goes.
+        cache_dir: The cache's root; None takes the configured one, that of the environment, or the user's own.
+        rank: The rank in a model-parallel group; None takes that of the environment.
+        check: Compile and write nothing; raise if something is missing.
+        without: Hashes of entries to skip: they match, but their guards reject these examples.
+        ranks: The ranks that a launcher started to warm this model together; None takes the default process group.
+        tracers: Children of `serve_traces`, which trace variants in parallel; closed once all variants are traced.
+        on_event: Receives progress events.
 
     Returns:
         What was done.
 
     Raises:
-        CacheMissError: With `check`: the entry is missing, stale or incomplete; its reasons say why.
+        CacheMissError: With `check`: the entry is missing, stale or incomplete, for the given reasons.
         ModelError: The model has no such method, or an example call does not fit it.
         UsageError: The level leaves nothing to compile, or a size fits no variant.
-        TraceError: The model cannot be traced, or not be kept as data.
+        TraceError: The model cannot be traced, or the trace cannot be stored as data.
         SplitError: The graph cannot be split.
         CompileError: A piece cannot be compiled.
-        ExecutorError: The executor that the configuration names does not answer, or went away.
+        ExecutorError: The configured executor does not respond, or disappeared.
         CacheError: The cache cannot be read or written.
     """
     if not callable(getattr(spec.module, spec.method, None)):
@@ -147,12 +143,12 @@ def warm(
     config = leveled(config, spec)
     layout = CacheLayout.at(cache_dir if cache_dir is not None else config.cache_dir or None)
     rank = rank_here() if rank is None else rank
-    # Inference tensors count no writes, and tracing rests on the count; entries serve that mode all the same.
+    # Tracing needs version counters, which inference tensors lack; entries still serve calls in inference mode.
     with contextlib.ExitStack() as stack:
         if ranks is None and (ranks := Ranks.of_group()) is not None:
             stack.enter_context(ranks)
         stack.enter_context(torch.inference_mode(mode=False))
-        # ranks trace for themselves: children would have to join their group
+        # Ranks trace by themselves: children would have to join their process group.
         tracers = tracers if ranks is None else None
         one = _Warm(spec, config, layout, on_event, rank=rank, ranks=ranks, tracers=tracers)
         return one.run(check=check, without=without)
@@ -170,14 +166,13 @@ def add_to_entry(
     prove: Callable[[Compiled, ObjectStore], Sequence[VariantCounts]] | None = None,
     on_event: OnEvent = ignore,
 ) -> tuple[Manifest, Compiled]:
-    """Compile what an entry lacks and add it; the plan says all that is needed, so nothing is traced.
+    """Compile the missing artifacts of an entry from its plan, without a trace, and add them.
 
-    `prove` calls what was compiled beside the model itself, and returns what to say of the variants; it is None where
-    the model is not there.
+    `prove` compares the compiled calls with the model and returns the records of the variants; None without a model.
 
     Raises:
         CompileError: A piece cannot be compiled.
-        CallMismatchError: A call gives something else than the model.
+        CallMismatchError: A compiled call does not match the model.
         CacheError: The cache cannot be read or written.
     """
     on_cpu = all(meta.device == "cpu" for graph in plan.graphs.values() for meta in graph.inputs)
@@ -194,7 +189,7 @@ def add_to_entry(
 
 
 class _Warm:
-    """One run of `warm`; holds what all its steps share."""
+    """One run of `warm`: the state that its steps share."""
 
     def __init__(
         self,
@@ -216,14 +211,14 @@ class _Warm:
         self._on_event = on_event
         self._trust = TrustPolicy.of(config)
         self._remotes = Remotes.of(layout, config, self._trust)
-        #: What compiles the pieces, once there is a variant, and what ends with it.
+        #: Compiles the pieces, from the first variant on, and what to close after it.
         self._manager: CompilerManager | None = None
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._live = Live.of(spec.module, config=config.key_fields(), exact_config=True)
-        #: Variant → why it could not be called beside the model this time, where a later warm may.
+        #: Variant → why its call was not compared with the model this time, although a later warm may do so.
         self._uncalled: dict[int, str] = {}
-        #: What came of the whole call of each variant.
+        #: The whole-call proof of each variant.
         self._proofs: Sequence[CallProof] = ()
 
     def run(self, *, check: bool, without: Collection[str]) -> WarmResult:
@@ -236,7 +231,7 @@ class _Warm:
             trust=self._trust,
             only_asks=check,
         )
-        find = functools.partial(finder.find, functools.partial(self._refusal, without, check))
+        find = functools.partial(finder.find, functools.partial(uncovered_calls, self._spec, without, check))
         try:
             found = find()
         except CacheMissError as miss:
@@ -247,26 +242,11 @@ class _Warm:
                 return self._fresh(miss.reasons)
             found = pulled
         if not check and (damaged := damaged_texts(self._layout, found)):
-            return self._fresh(damaged)  # its units are there: only the trace is made again
+            return self._fresh(damaged)  # its units are intact, so this costs a trace only
         return self._found(found, check=check)
 
-    def _refusal(self, without: Collection[str], check: bool, found: Found) -> tuple[str, ...]:
-        """Say whether an entry was made of other example calls than this model's, or does not serve them."""
-        if found.entry.name.hash in without:
-            return ("no variant serves the example",)
-        then, now = found.key.value("calls"), calls_of(self._spec)
-        if not same_calls(then, now):
-            return ("the example calls or their dynamic dimensions are not those of the entry",)
-        # What was left out under the same requirement would be left out again.
-        if not self._spec.require or not (check or then.get("require") != now["require"]):
-            return ()
-        # Dynamo, which a hit must not pay for.
-        from cgtool.compiler.stitch import sizes_of_calls
-
-        return unserved(found.plan.variants, self._spec.require, sizes_of_calls(self._spec))
-
     def _found(self, found: Found, *, check: bool) -> WarmResult:
-        """Say that an entry is complete, or complete it."""
+        """Report that an entry is complete, or complete it."""
         manifest, compiled, done = found.entry.manifest, 0, None
         work = wanted(found.plan, self._config, manifest.fallbacks)
         missing = [w for w in work if w.row_in(manifest) is None]
@@ -287,7 +267,7 @@ class _Warm:
         if lack is None:
             self._on_event(Event(phase="hit", message=short(found.entry.name.hash)))
             if needs_proof and not self._is_whole_everywhere(here=True):
-                self._prove(manifest, found.key, found.entry.files, found.entry.objects)  # with those that need it
+                self._prove(manifest, found.key, found.entry.files, found.entry.objects)  # with the ranks that need it
         else:
             self._is_whole_everywhere(here=False)
             manifest, done = add_to_entry(
@@ -320,7 +300,7 @@ class _Warm:
         )
 
     def _is_whole_everywhere(self, *, here: bool) -> bool:
-        """Return whether no rank lacks anything: those that have all of it make calls with those that do not."""
+        """Return whether every rank has a complete entry: otherwise all ranks take part in the calls of the proof."""
         if self._ranks is None or not self._config.proof or not private.exchanges():
             return here
         return self._ranks.agree_launched("whether the cache holds all of it", yes=here)
@@ -331,7 +311,7 @@ class _Warm:
 
     def _fresh(self, reasons: tuple[str, ...]) -> WarmResult:
         """Trace, split, compile and publish."""
-        # Import Dynamo and Inductor: seconds, which a hit must not pay.
+        # Imports Dynamo and Inductor, which takes seconds that a hit must not pay.
         from cgtool.compiler.options import check_compiler
         from cgtool.compiler.stitch import stitch
         from cgtool.compiler.tracers import Tracers
@@ -343,7 +323,7 @@ class _Warm:
             check_compiler(self._config.adaptor)
         with pool_of(self._config, self._on_event, on_cpu=on_cpu) as pool, self._stack:
             if pool is not None:
-                pool.start(early_jobs(pool.jobs))  # they import torch while this process traces
+                pool.start(early_jobs(pool.jobs))  # workers import torch while this process traces
             with nullcontext() if self._tracers is None else Tracers(self._tracers) as tracers:
                 stitched = stitch(
                     self._spec,
@@ -361,11 +341,11 @@ class _Warm:
             return self._built(stitched, reasons, pool)
 
     def _begin(self, pool: WorkerPool | Cluster | None, plan: Plan, fallbacks: Sequence[Fallback]) -> None:
-        """Have the pieces of a variant compiled while others are traced; any thread may ask, more than once."""
+        """Start compiling the pieces of a variant while others are traced; idempotent, and called from any thread."""
         if not isinstance(pool, WorkerPool):
-            return  # a cluster is given all of the work at once
+            return  # a cluster gets all work at once
         manager = self._manager_for(plan, pool)
-        with contextlib.suppress(UsageError):  # of sizes that another variant may explain
+        with contextlib.suppress(UsageError):  # about a size that another variant may cover
             work = wanted(plan, self._config, fallbacks, is_whole=False)
             for item, *_ in sorted(unique(work), key=lambda group: not group[0].is_base):
                 manager.begin(item)
@@ -391,18 +371,18 @@ class _Warm:
         pool: WorkerPool | Cluster | None,
         split_out: Callable[[str, str], bool] = lambda *_: False,
     ) -> WarmResult:
-        """Compile a plan and publish it; a SplitAgainError where the plan is to be split anew."""
+        """Compile a plan and publish it; a SplitAgainError asks for another split."""
         plan = stitched.plan
         files = {
             PLAN_FILE: encode_plan(plan),
             GRAPH_FILE: stitched.computation_graph.encode(),
             CODE_FILE: plan_text(plan).encode(),
         }
-        key = self._key(stitched)
+        key = key_of(self._live, traced_factors(self._spec, stitched))
         self._trust.check_place(self._layout, RankName(hash=key.hash, rank=self._rank, prefix=self._spec.prefix))
         writer = EntryWriter(self._layout, key, rank=self._rank, prefix=self._spec.prefix)
         if self._config.debug_dump_path:
-            # before anything compiles: whoever asks for it may be looking for what ails the compile
+            # Before anything compiles: the dump may be needed to find out why a compile fails.
             dump_traced(self._layout, writer.name, files, self._config.debug_dump_path)
         pieces = sum(step.piece >= 0 for step in plan.variants[0].steps)
         said = "1 piece" if pieces == 1 else f"{pieces} pieces"
@@ -436,7 +416,7 @@ class _Warm:
         manifest = manifest.with_rows(done.rows, (*stitched.fallbacks, *done.fallbacks))
         manifest = self._prove(manifest, key, files, writer.objects, ahead)
         if any(proof.again for proof in self._proofs):
-            from cgtool.compiler.proof.restride import with_restrides  # as the proof itself
+            from cgtool.compiler.proof.restride import with_restrides  # imports torch.fx, like the proof itself
 
             plan = with_restrides(plan, [proof.restrides for proof in self._proofs])
             files |= {PLAN_FILE: encode_plan(plan), CODE_FILE: plan_text(plan).encode()}
@@ -462,7 +442,7 @@ class _Warm:
         )
 
     def _calls_ahead(self, found: Found, pool: WorkerPool | Cluster | None) -> CallsAhead | None:
-        """Return what proves variants while others compile; None where this process compiles, or proves at the end."""
+        """Return what proves variants while others compile; None if this process compiles, or proves at the end."""
         if pool is None or self._ranks is not None or not self._config.proof:
             return None
         from cgtool.compiler.proof.calls import CallsAhead  # imports Dynamo, which a hit does not need
@@ -477,13 +457,17 @@ class _Warm:
         objects: ObjectStore,
         ahead: CallsAhead | None = None,
     ) -> Manifest:
-        """Call what is to be published beside the model, which must give the same; return the manifest that says so."""
+        """Compare the calls to be published with the model; return the manifest with the result.
+
+        Raises:
+            CallMismatchError: They do not match.
+        """
         if not self._config.proof:
             return manifest
-        # Imports Dynamo, as this does not for a hit.
+        # Imports Dynamo, which a hit does not need.
         from cgtool.compiler.proof.calls import prove_calls
 
-        self._on_event(Event(phase="prove", message="the whole call beside the model itself"))
+        self._on_event(Event(phase="prove", message="the whole call, compared with the model"))
         begun = time.perf_counter()
         found = _published(manifest, key, files, objects)
         proofs = None if ahead is None else ahead.proofs(found)
@@ -498,28 +482,12 @@ class _Warm:
         self._uncalled = {index: proof.gap for index, proof in enumerate(self._proofs) if proof.later}
         return msgspec.structs.replace(manifest, variants=variants)
 
-    def _key(self, stitched: Stitched) -> Key:
-        # in one order: Dynamo's depends on what was traced before in this process
-        guards = [
-            sorted(map(without_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
-            for variant in stitched.plan.variants
-        ]
-        traced = {
-            "sources": dict(stitched.code.sources),
-            "distributions": dict(stitched.code.distributions),
-            "variables": variables_now(stitched.code.variables),
-            "ops": dict(stitched.ops),
-            "guards": digest_of(guards),
-            "calls": calls_of(self._spec),
-        }
-        return key_of(self._live, traced)
-
     def _dump(self, manifest: Manifest) -> None:
         if self._config.debug_dump_path:
             dump_entry(self._layout, manifest, self._config.debug_dump_path)
 
 
 def _published(manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> Found:
-    """Return an entry as `load` would find it, once it is published."""
+    """Return an entry as `load` will find it once it is published."""
     plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
     return Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)

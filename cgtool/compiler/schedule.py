@@ -1,12 +1,12 @@
-"""Compiling the work that a plan needs: each unique artifact once, several at a time, eagerly what no compiler takes.
+"""Compile the work that a plan needs: each unique artifact once, several at a time.
 
-A piece goes down a chain of adaptors until one takes it: aot_inductor, inductor_standalone, eager. Only what a compiler
-says of the piece moves it down; a worker that died, hung or found no memory or disk fails its units, the others go on,
-and one error at the end names all that failed.
+If an adaptor rejects a piece, the next one tries: aot_inductor, inductor_standalone, eager. Only a rejection of the
+piece itself counts. A worker that crashed, hung, or ran out of memory or disk fails its units; the others go on, and
+one error at the end names all failures.
 
-A piece that goes to a worker has a thread that waits for it. What only this process can compile, and what compiles at
-once, is done by the calling thread meanwhile. So at most one piece is compiled in this process, always by the thread
-that asked for the warm, and an interruption reaches it.
+One thread waits for each piece that is with a worker. The calling thread meanwhile compiles what only this process can
+compile, and what needs no compiler. So at most one piece compiles in this process, always in the thread that started
+the warm, where an interruption reaches it.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from cgtool.store.records import Fallback, Row
 
 _log = logging.getLogger(__name__)
 
-#: How many pieces a line of progress names.
+#: How many pieces a progress line lists.
 _MOST_LISTED = 6
 
 
-#: Called with the number of a variant and its rows.
+#: Called with the index of a variant and its rows.
 OnVariant = Callable[[int, tuple[Row, ...]], None]
 
 
 class SplitAgainError(Exception):
-    """Ops at which pieces failed to compile are to run between pieces: the same traces are split anew."""
+    """Pieces failed to compile at ops that can run between pieces: split the same traces again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What came of it."""
+    """The result of compiling the work of a plan."""
 
-    #: A row for each item of the work that has an artifact of its own.
+    #: The rows of the manifest for the compiled work.
     rows: tuple[Row, ...]
-    #: How many artifacts this process compiled.
+    #: The number of artifacts that this process compiled.
     compiled: int
     secs: float
-    #: The pieces that another adaptor serves than the one that was asked for.
+    #: The pieces that fell back to another adaptor than the configured one.
     fallbacks: tuple[Fallback, ...]
-    #: Pieces whose artifacts were not proved this time, each with its reason; a later warm tries again.
+    #: (piece, reason) for artifacts that could not be proved this time; a later warm tries again.
     unproved: tuple[tuple[int, str], ...]
-    #: Artifact digest → what its compiler wrote for people.
+    #: Artifact digest → the compiler's generated code and tuning results.
     generated: Mapping[str, Texts]
 
 
@@ -77,22 +77,30 @@ def compile_work(
     on_variant: OnVariant | None = None,
     on_event: OnEvent,
 ) -> Compiled:
-    """Compile or reuse every artifact of `work` and put it into an entry.
+    """Compile or reuse every artifact of `work`, and add it to an entry.
 
-    A piece that no compiler takes for all of its variant's sizes runs as it stands, and is reported; one that none
-    takes for a concrete size or a range alone is an error. `split_out` is asked of a piece and the op at which it
-    fails: whether that can run between pieces instead. `on_variant` is called with a variant and its rows as soon as
-    all of them are compiled; it must not block. Events come from one thread at a time.
+    A piece that no compiler accepts for all sizes of its variant runs eagerly, and is reported as a fallback; one that
+    none accepts for a single size or range is an error.
+
+    Args:
+        work: What to compile.
+        objects: The artifacts of the entry.
+        manager: Compiles one artifact, or finds it.
+        pool: The workers; None compiles in this process.
+        split_out: Called with a piece and the op at which it fails to compile; returns whether that op can run between
+            pieces instead.
+        on_variant: Called with a variant and its rows as soon as all of them are compiled; must not block.
+        on_event: Receives progress events, from one thread at a time.
 
     Raises:
-        SplitAgainError: Ops are to be split out; what could be compiled is stored.
-        UnitsFailedError: Some pieces could not be compiled; what could be is stored.
-        ConfigError: The compiler does not know an option.
-        ProofCrashError: The process that proves artifacts died.
+        SplitAgainError: Split the plan again; finished artifacts are stored.
+        UnitsFailedError: Some pieces could not be compiled; finished artifacts are stored.
+        ConfigError: The compiler does not support an option.
+        ProofCrashError: The process that proves artifacts crashed.
         CacheError: The cache cannot be written.
     """
     started = time.perf_counter()
-    # what serves all sizes comes first: where it falls to eager, nothing else of the piece is compiled
+    # General artifacts first: if one falls back to eager, nothing else of its piece is compiled.
     groups = sorted(unique(work), key=lambda group: not group[0].is_base)
     tasks = [_Task(items=group, work=group[0]) for group in groups]
     run = _Run(tasks, objects, manager, pool, split_out=split_out, on_variant=on_variant, on_event=on_event)
@@ -116,7 +124,7 @@ def compile_work(
 
 
 def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
-    """Yield the work in groups that one artifact serves, in order of first need."""
+    """Yield the work in groups that share one artifact, in the order of their first use."""
     groups: dict[str, list[Work]] = {}
     for item in work:
         made_from = [item.piece, shape_text(item.shape), item.graph.identity()]
@@ -127,24 +135,24 @@ def unique(work: Iterable[Work]) -> Iterator[list[Work]]:
 
 @dataclass(kw_only=True, eq=False)
 class _Task:
-    """Work that one artifact serves, and what came of it so far."""
+    """Work that shares one artifact, and its current state."""
 
     items: list[Work]
-    #: One of these, with the adaptor that is to compile it, or did.
+    #: One of the items, with the adaptor that compiles it.
     work: Work
-    #: Why that is not the adaptor that was asked for, one sentence for each that refused.
+    #: Why the configured adaptor does not compile it: one sentence for each adaptor that rejected it.
     refusals: list[str] = field(default_factory=list)
     built: Built | None = None
     error: CompileError | None = None
 
     @property
     def variants(self) -> set[int]:
-        """The variants that its artifact serves."""
+        """The variants that use its artifact."""
         return {item.variant for item in self.items}
 
     @property
     def label(self) -> str:
-        """What is compiled, for people: "pieces 2, 4, 6 (general)"."""
+        """The pieces and the shape, as text: "pieces 2, 4, 6 (general)"."""
         indices = sorted({item.piece_index for item in self.items})
         listed = ", ".join(map(str, indices[:_MOST_LISTED]))
         more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
@@ -152,12 +160,12 @@ class _Task:
 
 
 class _Run:
-    """Does all tasks; each then has a unit or an error. Whatever is no single piece's fault ends the run at once.
+    """Runs all tasks until each has a unit or an error; errors that concern no single piece end the run at once.
 
     Attributes:
-        tasks: All of them.
-        as_it_stands: Variant and piece of what fell to eager: it runs so at every size.
-        in_parts: The identities of pieces that are to be split anew.
+        tasks: All tasks.
+        as_it_stands: (variant, piece) of pieces that fell back to eager, and so run eagerly at every size.
+        in_parts: The identities of pieces to split again.
     """
 
     def __init__(
@@ -178,7 +186,7 @@ class _Run:
         self.in_parts: set[str] = set()
         self._split_out = split_out
         self._on_variant = on_variant
-        #: How many tasks of each variant have not ended.
+        #: The number of unfinished tasks of each variant.
         self._unfinished = Counter(variant for task in tasks for variant in task.variants)
         self._objects = objects
         self._manager = manager
@@ -191,7 +199,7 @@ class _Run:
         self._fatal: BaseException | None = None
 
     def served(self) -> list[tuple[Work, _Task]]:
-        """Return the work that gets a row: where a piece runs as it stands, nothing is compiled for single sizes."""
+        """Return the work that gets a row: a piece that runs eagerly has no artifacts for single sizes."""
         return [
             (item, task)
             for task in self.tasks
@@ -202,15 +210,15 @@ class _Run:
     def go(self) -> None:
         pool = self._pool
         for task in self.tasks:
-            self._manager.key(task.work)  # slow for the first, and an option that is unknown ends all of it here
+            self._manager.key(task.work)  # raises a ConfigError for an unsupported option before anything starts
             self._queue_of(task.work).put(task)
         away = sum(self._manager.uses_workers(task.work.adaptor) for task in self.tasks)
         count = 0
         if pool is not None:
             pool.start(away)
-            count = min(pool.jobs + 1, away)  # one may wait for a proof while all workers work
+            count = min(pool.jobs + 1, away)  # one more: a proof may run while all workers are busy
         for _ in range(count):
-            # settings of torch belong to a thread's context: the threads see those of this one
+            # torch keeps settings per thread context: give the threads those of this one.
             context = contextvars.copy_context()
             threading.Thread(target=context.run, args=(self._serve,), name="cgtool-warm", daemon=True).start()
         try:
@@ -218,7 +226,7 @@ class _Run:
                 waiting = self._here.get()
                 if waiting is not None:
                     self._step(waiting, in_worker=False)
-        except BaseException as error:  # whatever ends this thread ends the others
+        except BaseException as error:  # end the other threads, too
             self._fatal = self._fatal or error
             raise
         finally:
@@ -231,17 +239,17 @@ class _Run:
         return self._for_workers if self._manager.uses_workers(work.adaptor) else self._here
 
     def _serve(self) -> None:
-        """What the threads do: they wait for workers, and never compile."""
+        """Wait for workers; the body of the threads, which never compile."""
         while (task := self._for_workers.get()) is not None:
             try:
                 self._step(task, in_worker=True)
-            except BaseException as error:  # noqa: BLE001  raised again by the thread that asked for it all
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that started the run
                 self._fatal = self._fatal or error
                 self._end(task)
 
     def _step(self, task: _Task, *, in_worker: bool) -> None:
-        """Give a task to its adaptor once, and put it into a queue again where that is not the end of it."""
-        with self._lock:  # all that a task is for may run as it stands by now, whatever the size
+        """Give a task to its adaptor once, and queue it again if another adaptor or process is to try."""
+        with self._lock:  # a task is moot if all of its pieces have fallen back to eager meanwhile
             is_moot = not task.work.is_base and all(item.place in self.as_it_stands for item in task.items)
             is_moot = is_moot or task.work.piece in self.in_parts
             if self._fatal is None and not is_moot:
@@ -268,7 +276,7 @@ class _Run:
             goes_on.put(task)
 
     def _fall(self, task: _Task, error: CompileError) -> queue.SimpleQueue[_Task | None] | None:
-        """Turn a task that an adaptor refused to the next one; return where it goes on, None where nothing is left."""
+        """Move a rejected task to the next adaptor; return its queue, or None if there is no other adaptor."""
         refused, follower = task.work.adaptor, next_adaptor(task.work.adaptor)
         op = error.path if isinstance(error.path, str) else op_named_in(str(error))
         if op is not None and refused == AOT_INDUCTOR and self._split_out(task.work.piece, op):
@@ -309,20 +317,20 @@ class _Run:
                 self._here.put(None)
 
     def _hand_on(self, variant: int, on_variant: OnVariant) -> None:
-        """Report a variant whose tasks have all ended, if all of them succeeded; the lock is held."""
+        """Report a variant whose tasks have all ended, if all succeeded; the lock is held."""
         served = [(item, task.work.adaptor, task.built) for item, task in self.served() if item.variant == variant]
         rows = [item.row(adaptor, unit.artifact) for item, adaptor, unit in served if unit is not None]
         if len(rows) == len(served):
             on_variant(variant, tuple(rows))
 
     def _tell(self, message: str | None = None, *, secs: float | None = None) -> None:
-        """Tell of one task, or of all that run now; the lock is held."""
+        """Report one task, or all running tasks; the lock is held."""
         words = self._at_work() if message is None else message
         total = len(self.tasks)
         self._on_event(Event(phase="compile", message=words, done=total - self._left, total=total, secs=secs))
 
     def _at_work(self) -> str:
-        """Say what runs now: each task, or how many a cluster has and what its workers did so far."""
+        """Describe what is running: each task, or the number of tasks of a cluster and its progress."""
         if self._cluster is None:
             return "; ".join(self._running.values())
         return f"{len(self._running)} with the executor{self._cluster.progress}"

@@ -33,7 +33,7 @@ SERVED = (
     "CustomOp",
     "Mesh",
 )
-WRONG = (r"Rank 1 failed: The compiled call gives something else", r"gives something else than the model")
+WRONG = (r"Rank 1 failed: The compiled call does not match", r"does not match the model")
 REFUSED = {
     "WrongOnOne": WRONG,
     "WrongAtItsOnlySize": WRONG,
@@ -90,7 +90,7 @@ def test_native_code_that_never_gives_pythons_lock_back_ends_with_a_sentence(tmp
     options = ("--jobs", 0, "--adaptor", "eager", "--compile-timeout", 5)
     ran = cgtool("warm", f"{MODELS}:build_alone", "--arg", "name=Holding", "--cache-dir", tmp_path, *options)
     assert ran.code == -signal.SIGKILL
-    assert "Error: For 5 s (compile_timeout), native code held Python's lock as whole calls were proved" in ran.err
+    assert "Error: Native code held Python's lock for 5 s (compile_timeout) while whole calls were proved" in ran.err
 
 
 def test_a_launched_rank_that_is_warm_makes_calls_with_one_that_is_not(tmp_path):

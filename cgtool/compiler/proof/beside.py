@@ -1,18 +1,16 @@
-"""The calls of the whole-call proof: the model itself, what was compiled, and how they compare.
+"""The calls of the whole-call proof: each variant is called compiled and eagerly, and the results are compared.
 
-Each variant is called on the example that it was traced from, at its smallest sizes, at its largest within the limits
-of a proof, and at each size that was compiled. What a call returns and what it writes in place is compared. There is no
-float64 of a whole model: what its roundings come to is found by calling it once more with each float one rounding away.
+A variant is called with the example that it was traced from, at its smallest sizes, at its largest within the limits
+of a proof, and at each size that was compiled. Outputs and in-place writes are compared. A whole model has no float64
+reference. Instead, it is called again with every float changed by one rounding, which shows how far roundings carry.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -22,9 +20,10 @@ from msgspec.structs import replace
 from cgtool.compiler.adaptors.interface import get_adaptor
 from cgtool.compiler.proof import _torch, judge
 from cgtool.compiler.proof.inputs import STYLES, index_bound, rounded
-from cgtool.compiler.proof.prove import NotRunnableError, is_out_of_memory, limits_of, same_bytes
+from cgtool.compiler.proof.prove import NotRunnableError, is_out_of_memory, limits_of
 from cgtool.compiler.proof.reference import eps_of, leaves_open, lowest_dtype, sorts, takes_steps
 from cgtool.compiler.proof.restride import Order, order_of
+from cgtool.compiler.proof.runs import Run, check_sharing, differing_tensors
 from cgtool.compiler.proof.twins import Twins, leaves_of, num_fake_bytes, tensors_of
 from cgtool.compiler.ranks import Ranks
 from cgtool.compiler.sizes import sizes_to_prove
@@ -48,60 +47,44 @@ from cgtool.trace.examples import arguments_for, sizes_of
 StageName = Literal["start", "model", "compiled"]
 STAGES: tuple[StageName, ...] = ("start", "model", "compiled")
 
-#: After how many seconds no further size is begun.
+#: After so many seconds of calls, no further size is tried.
 _ENOUGH_SECS = 60.0
 _SEED = 20260101
-#: The share of the free memory that weights may take which are drawn, or a rounding away.
+#: The share of free memory for seeded or perturbed weights.
 _SHARE = 0.25
 _ASKS = (
-    "The model asks whether it is being compiled (torch.compiler.is_compiling) and computes something else then, under "
-    "torch.compile too. Call it with arguments for which both are one, or change that code."
+    "The model checks whether it is being compiled (torch.compiler.is_compiling) and then computes something else, "
+    "under torch.compile too. Call it with arguments for which both agree, or change that code."
 )
-_OPS = "The likely cause is an op whose fake implementation gives other shapes or strides than its kernel: {ops}."
-_OURS = "What each piece gives was right: unless the model asks whether it is being compiled, please report this."
+_OPS = "A likely cause is an op whose fake implementation returns other shapes or strides than its kernel: {ops}."
+_OURS = "Each piece by itself is correct. Unless the model checks whether it is being compiled, please report this."
 
 
 class CallProof(Record, frozen=True, kw_only=True):
-    """What came of one variant's calls."""
+    """The result of one variant's calls."""
 
-    #: The sizes of its dynamic dimensions at which both gave the same.
+    #: The sizes of its dynamic dimensions at which the compiled call matched the model.
     proved_at: tuple[dict[str, int], ...] = ()
-    #: The outputs that eager lays out otherwise, by name, and how: nothing else is wrong with them.
+    #: Output name → eager's order of dimensions, for outputs that differ in their strides only.
     restrides: dict[str, Order] = msgspec.field(default_factory=dict)
-    #: Whether all calls are to be made again with outputs laid out so, here or on another rank.
+    #: Whether to repeat all calls with these restrides, on this or another rank.
     again: bool = False
-    #: Why there are no sizes.
+    #: Why `proved_at` is empty.
     gap: str = ""
     #: Whether a later warm may succeed.
     later: bool = False
 
 
 def room_for_weights(device: str) -> int:
-    """Return how many bytes of weights may be made on a type of device; 0 where nobody knows what is free."""
+    """Return how many bytes of weights may be allocated on a type of device; 0 if its free memory is unknown."""
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_bytes()
     return int(_SHARE * (free or 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ran:
-    """What a call returned and what it could have written to, by name."""
-
-    given: Mapping[str, Any]
-    left: Mapping[str, Any]
-
-    def sharing(self) -> dict[str, tuple[str, ...]]:
-        """Return for each tensor what else of the call lies in its memory."""
-        places: dict[int, list[str]] = {}
-        for name, value in {**self.given, **self.left}.items():
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.untyped_storage().nbytes():
-                places.setdefault(value.untyped_storage().data_ptr(), []).append(name)
-        return {name: tuple(names) for names in places.values() for name in names}
-
-
 class Calls:
-    """The calls of all variants of an entry, published or not, whose artifacts are in place.
+    """The calls of the variants of an entry, which need not be published yet.
 
-    Ranks make the calls together, each the same ones in the same order.
+    Ranks make the same calls in the same order, together.
     """
 
     def __init__(
@@ -130,20 +113,20 @@ class Calls:
         self._leaves_open = any(map(leaves_open, graphs))
         self._sorts = any(map(sorts, graphs))
         given = [[call.args, call.kwargs] for call in spec.calls]
-        #: Of the variant that is called now: the outputs that eager lays out otherwise.
+        #: The restrides of the current variant.
         self._restrides: dict[str, Order] = {}
-        #: Whether numbers are drawn, because some are fake.
+        #: Whether some tensors are fake, so that numbers are drawn for them.
         self._draws = num_fake_bytes(spec.module) > 0 or any(
             _torch.is_fake(tensor) for _, tensor in tensors_of(given, "")
         )
         self._until = time.monotonic() + _ENOUGH_SECS
 
     def proofs(self, compiled: Iterable[tuple[int, Sequence[Row]]] | None = None) -> dict[int, CallProof]:
-        """Return the proof of each variant; inputs are drawn in another way where the model does not run on them.
+        """Return the proof of each variant; inputs are drawn differently if the model does not run on them.
 
         Args:
-            compiled: The variants to call, each with its rows, in the order in which they are there; it may block until
-                the next one is. None calls all variants of the entry.
+            compiled: The variants to call, each with its rows; the iterator may block until the next variant is
+                compiled. None calls all variants of the entry.
         """
         rows = self._found.entry.manifest.rows
         todo = compiled if compiled is not None else [(i, rows) for i in range(len(self._found.plan.variants))]
@@ -153,12 +136,12 @@ class Calls:
         for style in STYLES if self._draws else STYLES[:1]:
             again: list[tuple[int, Sequence[Row]]] = []
             with Twins(self._spec.module, style=style, bound=bound) as twins:
-                for index, served_by in self._waited_for(todo):
+                for index, variant_rows in self._untimed(todo):
                     try:
-                        proofs[index] = self._variant(index, served_by, twins)
+                        proofs[index] = self._prove_variant(index, variant_rows, twins)
                     except NotRunnableError as error:
                         failures.setdefault(index, error)
-                        again.append((index, served_by))
+                        again.append((index, variant_rows))
             todo = again
             if not todo:
                 break
@@ -167,8 +150,8 @@ class Calls:
             proofs.setdefault(index, CallProof(gap=gap, later=failure.later))
         return proofs
 
-    def _waited_for(self, todo: Iterable[tuple[int, Sequence[Row]]]) -> Iterator[tuple[int, Sequence[Row]]]:
-        """Yield from `todo`; waiting for the next variant does not count as time spent on calls."""
+    def _untimed(self, todo: Iterable[tuple[int, Sequence[Row]]]) -> Iterator[tuple[int, Sequence[Row]]]:
+        """Yield from `todo` without counting the wait for the next variant as time spent on calls."""
         items = iter(todo)
         while True:
             began = time.monotonic()
@@ -179,29 +162,29 @@ class Calls:
             yield item
 
     def _opened(self, index: int, rows: Sequence[Row]) -> LoadedModel:
-        """Open the artifacts of one variant: return what `load` would, which serves that variant alone."""
+        """Return what `load` would return for this entry, restricted to one variant, whose artifacts are opened."""
         variants = self._found.plan.variants
-        served_by = tuple(replace(row, variant=0) for row in rows if row.variant == index)
-        entry = replace(self._found.entry, manifest=replace(self._found.entry.manifest, rows=served_by))
+        variant_rows = tuple(replace(row, variant=0) for row in rows if row.variant == index)
+        entry = replace(self._found.entry, manifest=replace(self._found.entry.manifest, rows=variant_rows))
         plan = replace(self._found.plan, variants=(variants[index], *variants[:index], *variants[index + 1 :]))
         try:
             return open_entry(replace(self._found, entry=entry, plan=plan), self._spec.module, _open).alone(0)
         except ArtifactError as error:
-            msg = f"What was compiled cannot be opened: {error}"
+            msg = f"The compiled code cannot be opened: {error}"
             raise CallMismatchError(msg) from error
 
-    def _variant(self, index: int, rows: Sequence[Row], twins: Twins) -> CallProof:
+    def _prove_variant(self, index: int, rows: Sequence[Row], twins: Twins) -> CallProof:
         loaded = self._opened(index, rows)
         variant = loaded.plan.variants[0]
         proved: list[dict[str, int]] = []
         failure: NotRunnableError | None = None
-        refused: dict[str, int] | None = None
+        refused: dict[str, int] | None = None  # sizes that the compiled call does not accept
         self._restrides = {}
-        for sizes in self._agreed(variant.name, list(self._sizes(variant, index, rows))):
+        for sizes in self._common_sizes(variant.name, list(self._sizes(variant, index, rows))):
             if not self._all("there is time for another call", yes=time.monotonic() < self._until):
                 break
             try:
-                at, is_served = self._at(variant, loaded, sizes, twins)
+                at, is_served = self._compare_at(variant, loaded, sizes, twins)
             except NotRunnableError as error:
                 failure = failure or error
                 continue
@@ -214,15 +197,15 @@ class Calls:
         if failure is not None:
             raise failure
         if refused is not None:
-            return CallProof(gap=f"not run: it refuses the sizes that were tried ({shape_text(of_sizes(refused))})")
+            return CallProof(gap=f"not run: it rejects the sizes that were tried ({shape_text(of_sizes(refused))})")
         return CallProof(gap=f"not run: the calls before it took {_ENOUGH_SECS:g} s", later=True)
 
     def _all(self, about: str, *, yes: bool) -> bool:
-        """Return whether all ranks say yes: what one does alone, the others would wait for in a collective."""
+        """Return whether all ranks agree: a rank that leaves the others would have them wait in a collective."""
         return yes if self._ranks is None else self._ranks.agree(about, yes=yes)
 
     def _check_runs(self, failure: NotRunnableError | None) -> None:
-        """Have all ranks hear whether the model runs on each: where it fails on one, exchanges of the others do too."""
+        """Tell all ranks whether the model runs here: if it fails on one, the collectives of the others fail too."""
         if self._ranks is not None:
             word = "runs" if failure is None else "later" if failure.later else "fails"
             words = self._ranks.meet("whether the model itself runs", word)
@@ -230,8 +213,8 @@ class Calls:
                 msg = "it does not run on another rank" if failure is None else str(failure)
                 raise NotRunnableError(msg, later="fails" not in words)
 
-    def _agreed(self, name: str, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
-        """Return the sizes that all ranks want to call a variant at."""
+    def _common_sizes(self, name: str, sizes: list[Mapping[str, int] | None]) -> list[Mapping[str, int] | None]:
+        """Return the sizes that all ranks have chosen for a variant."""
         if self._ranks is None:
             return sizes
         texts = self._ranks.meet(f"the sizes to call variant {name} at", canonical_json(sizes).decode())
@@ -239,7 +222,7 @@ class Calls:
         return [one for one in wanted[0] if all(one in others for others in wanted)]
 
     def _sizes(self, variant: Variant, index: int, rows: Sequence[Row]) -> Iterator[Mapping[str, int] | None]:
-        """Yield sizes of a variant's dynamic dimensions to call it at; None is the example's own."""
+        """Yield the sizes of a variant's dynamic dimensions to call it at; None means the sizes of its example."""
         yield None
         if not variant.dims.keys() - variant.fixed.keys():
             return
@@ -256,10 +239,10 @@ class Calls:
             if at and len(at) == len(graph.symbols) and limits.hold(graph, at):
                 yield sizes
 
-    def _at(
+    def _compare_at(
         self, variant: Variant, loaded: LoadedModel, sizes: Mapping[str, int] | None, twins: Twins
     ) -> tuple[dict[str, int], bool]:
-        """Call both at some sizes, which must give the same; return all sizes, and whether the compiled call serves."""
+        """Compare both at these sizes; return all sizes of the call, and whether the compiled code accepts it."""
         call = self._calls[variant.name]
         own = sizes_of(call, self._signature, self._dims)
         at = {**own, **(sizes or {}), **variant.fixed}
@@ -269,7 +252,7 @@ class Calls:
             self._check_runs(error)
             raise
         self._check_runs(None)
-        ours: _Ran | None = None
+        ours: Run | None = None
         try:
             ours = self._ours(run, loaded)
             if not self._all("the compiled call runs", yes=ours is not None) or ours is None:
@@ -278,16 +261,20 @@ class Calls:
         except judge.WrongError as error:
             place = f"variant {variant.name}" + (f", {shape_text(of_sizes(at))}" if at else "")
             advice = _OPS.format(ops=", ".join(self._ops)) if self._ops else _OURS
-            if self._ranks is None and ours is not None and self._asks(run, ours):
+            if self._ranks is None and ours is not None and self._checks_is_compiling(run, ours):
                 advice = _ASKS
-            msg = f"The compiled call gives something else than the model itself ({place}): {error}. {advice}"
+            msg = f"The compiled call does not match the model itself ({place}): {error}. {advice}"
             raise CallMismatchError(msg) from error
         return at, True
 
     def _model_at(
         self, call: ExampleCall, variant: Variant, sizes: Mapping[str, int] | None, twins: Twins
-    ) -> tuple[Callable[..., _Ran], _Ran]:
-        """Return what calls a function at some sizes, and what the model itself left then: it must run there."""
+    ) -> tuple[Callable[..., Run], Run]:
+        """Return a function that calls a callable at these sizes, and the run of the model itself.
+
+        Raises:
+            NotRunnableError: The model does not run at these sizes.
+        """
         try:
             given, _ = arguments_for(call, self._signature, self._dims, variant.fixed, sizes)
             given = twins.arguments(given)
@@ -295,25 +282,25 @@ class Calls:
             if variant.sizes_before is not None:
                 before, _ = arguments_for(call, self._signature, self._dims, {}, variant.sizes_before)
                 before = twins.arguments(before)
-        except Exception as error:  # inputs of these sizes may not be made, for any reason
+        except Exception as error:  # inputs of these sizes cannot be made, for whatever reason
             raise NotRunnableError(brief(error)) from error
         run = functools.partial(self._run, given, twins, variant, before)
         eager = self._eager(run)
-        if self._draws and any(map(_has_nan, eager.given.values())):
-            msg = "it gives NaN"
+        if self._draws and any(map(_has_nan, eager.outputs.values())):
+            msg = "it returns NaN"
             raise NotRunnableError(msg)
         return run, eager
 
-    def _compare(self, run: Callable[..., _Ran], ours: _Ran, eager: _Ran, tolerance: judge.Tolerance) -> None:
-        """Raise a WrongError where two calls left something else."""
-        unequal = dict(_unequal(ours, eager))
+    def _compare(self, run: Callable[..., Run], ours: Run, eager: Run, tolerance: judge.Tolerance) -> None:
+        """Raise a WrongError if two runs differ by more than roundings."""
+        unequal = dict(differing_tensors(ours, eager))
         self._compare_places(ours, eager)
         if self._all("nothing differs", yes=not unequal):
             return
         undefined = self._undefined(run) if self._leaves_open else {}
         nearby = self._eager(functools.partial(run, dtype=self._dtype))
         for name, (mine, theirs) in unequal.items():
-            beside = {**nearby.given, **nearby.left}.get(name)
+            beside = {**nearby.outputs, **nearby.writes}.get(name)
             if not isinstance(beside, torch.Tensor) or beside.shape != theirs.shape:
                 beside = theirs
             try:
@@ -322,52 +309,49 @@ class Calls:
                 msg = f"{name} {error}"
                 raise judge.WrongError(msg) from error
 
-    def _compare_places(self, ours: _Ran, eager: _Ran) -> None:
-        """Compare which outputs are views, and of what; note those that only their strides tell from eager's."""
-        mine, theirs = ours.sharing(), eager.sharing()
-        for name, names in theirs.items():
-            if mine.get(name, (name,)) != names:
-                msg = f"{name} shares memory with {_others(name, mine)} and the model's with {_others(name, theirs)}"
-                raise judge.WrongError(msg)
-        for name, tensor in eager.given.items():
+    def _compare_places(self, ours: Run, eager: Run) -> None:
+        """Compare how tensors share memory, and record outputs that differ from eager's in their strides only."""
+        check_sharing(ours, eager)
+        shared = eager.sharing()
+        for name, tensor in eager.outputs.items():
             if (
                 not isinstance(tensor, torch.Tensor)
                 or tensor.layout is not torch.strided
-                or not strides_matter(ours.given[name], tensor.stride())
+                or not strides_matter(ours.outputs[name], tensor.stride())
             ):
                 continue
             order = order_of(tensor)
-            if order is None or len(theirs[name]) > 1 or self._restrides.setdefault(name, order) != order:
-                msg = f"{name} has the strides {ours.given[name].stride()} where the model's has {tensor.stride()}"
+            if order is None or len(shared[name]) > 1 or self._restrides.setdefault(name, order) != order:
+                msg = f"{name} has the strides {ours.outputs[name].stride()} where the model's has {tensor.stride()}"
                 raise judge.WrongError(msg)
 
-    def _eager(self, run: Callable[..., _Ran]) -> _Ran:
+    def _eager(self, run: Callable[..., Run]) -> Run:
         self._stage("model")
         try:
             with _torch.indices_checked(self._device):
                 ran = run(self._method)
-        except Exception as error:  # whatever the user's code says to these inputs
+        except Exception as error:  # the user's code may raise anything on these inputs
             raise NotRunnableError(brief(error), later=_torch.failed_in_exchange(error)) from error
         finally:
             self._stage("start")
         return ran
 
-    def _ours(self, run: Callable[..., _Ran], loaded: LoadedModel) -> _Ran | None:
-        """Call what was compiled; return None where it refuses the call, as it would at load."""
+    def _ours(self, run: Callable[..., Run], loaded: LoadedModel) -> Run | None:
+        """Run the compiled code; return None if no guard accepts the call."""
         self._stage("compiled")
         try:
             ran = run(loaded.attempt)
         except (GuardError, NoRoomError):
             raise
-        except Exception as error:  # whatever it is, it is what the user would meet
+        except Exception as error:  # whatever it is, the user would see it
             if is_out_of_memory(error):
                 raise
-            self._all("the compiled call runs", yes=False)  # raises where it failed because another rank is gone
+            self._all("the compiled call runs", yes=False)  # raises if it failed because another rank is gone
             msg = f"it fails where the model runs ({brief(error)})"
             raise judge.WrongError(msg) from error
         finally:
             self._stage("start")
-        return None if ran.given.get("output") is NOT_SERVED else ran
+        return None if ran.outputs.get("output") is NOT_SERVED else ran
 
     def _run(
         self,
@@ -379,10 +363,17 @@ class Calls:
         *,
         dtype: torch.dtype | None = None,
         within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> _Ran:
-        """Call a function on its own copy of everything; with a dtype, on floats that are one rounding of it away.
+    ) -> Run:
+        """Call a function on fresh copies of the arguments and of the model's tensors.
 
-        The model itself makes the calls that come before.
+        Args:
+            given: The arguments, by name.
+            twins: The model's tensors.
+            variant: The variant; the model itself makes the calls that precede it.
+            before: The arguments of those calls.
+            function: What to call.
+            dtype: Change every float by one rounding of this dtype.
+            within: Enters a context around the calls.
         """
         twins.renew()
         for _ in range(variant.calls_before):
@@ -394,7 +385,7 @@ class Calls:
             twins.perturb(dtype, room_for_weights(self._device))
             for _, tensor in tensors_of(arguments, ""):
                 if tensor.is_floating_point():
-                    with contextlib.suppress(RuntimeError):  # elements that share memory cannot be written to
+                    with contextlib.suppress(RuntimeError):  # elements that share memory cannot be written
                         tensor.copy_(rounded(tensor, dtype))
         args, kwargs = self._signature.arguments(arguments)
         torch.default_generator.manual_seed(_SEED)
@@ -409,78 +400,31 @@ class Calls:
         kept = [
             item for one in variant.kept for item in leaves_of(Place(roots, one.place).get(), source_words(one.place))
         ]
-        return _Ran(given=dict(leaves_of(output, "output")), left={**dict(passed), **twins.written(), **dict(kept)})
+        return Run(outputs=dict(leaves_of(output, "output")), writes={**dict(passed), **twins.written(), **dict(kept)})
 
-    def _undefined(self, run: Callable[..., _Ran]) -> dict[str, torch.Tensor | None]:
-        """Return, by name, where a tensor shows what ops leave open."""
+    def _undefined(self, run: Callable[..., Run]) -> dict[str, torch.Tensor | None]:
+        """Return, by name, where tensors depend on results that ops leave undefined."""
         ways = (functools.partial(_torch.Settled, other=other) for other in (False, True))
         one, other = (self._eager(functools.partial(run, within=way)) for way in ways)
-        return {name: judge.left_open(a, b, sorts=self._sorts) for name, (a, b) in _unequal(one, other)}
+        return {name: judge.left_open(a, b, sorts=self._sorts) for name, (a, b) in differing_tensors(one, other)}
 
-    def _asks(self, run: Callable[..., _Ran], ours: _Ran) -> bool:
-        """Return whether the model gives what was compiled once it is told that it is being compiled."""
+    def _checks_is_compiling(self, run: Callable[..., Run], ours: Run) -> bool:
+        """Return whether the model matches the compiled code while `is_compiling` returns True."""
         try:
             told = self._eager(functools.partial(run, within=_torch.told_that_it_compiles))
-            for mine, theirs in dict(_unequal(ours, told)).values():
+            for mine, theirs in dict(differing_tensors(ours, told)).values():
                 judge.check_numbers(mine, theirs, theirs, tolerance=self._tolerance)
         except (judge.WrongError, NotRunnableError):
             return False
         return True
 
 
-def _unequal(ours: _Ran, eager: _Ran) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield the tensors whose bytes differ, by name; all must be of the same make."""
-    if list(ours.given) != list(eager.given):
-        msg = f"it returns {_listed(ours.given)} and the model {_listed(eager.given)}"
-        raise judge.WrongError(msg)
-    if more := ours.left.keys() - eager.left.keys():
-        msg = f"it leaves {', '.join(sorted(more))} in the model, and the model does not"
-        raise judge.WrongError(msg)
-    for name, theirs in {**eager.given, **eager.left}.items():
-        mine = {**ours.given, **ours.left}.get(name)
-        if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
-            if not _is_same(mine, theirs):
-                msg = f"{name} is {_shown(mine)} where the model has {_shown(theirs)}"
-                raise judge.WrongError(msg)
-            continue
-        for what, one, other in (
-            ("shape", tuple(mine.shape), tuple(theirs.shape)),
-            ("dtype", mine.dtype, theirs.dtype),
-            ("device", mine.device, theirs.device),
-        ):
-            if one != other:
-                msg = f"{name} has the {what} {one} where the model's has {other}"
-                raise judge.WrongError(msg)
-        if not same_bytes(mine, theirs):
-            yield name, (mine, theirs)
-
-
-def _others(name: str, sharing: Mapping[str, tuple[str, ...]]) -> str:
-    return ", ".join(other for other in sharing.get(name, ()) if other != name) or "nothing else"
-
-
 def _has_nan(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-3) or (math.isnan(one) and math.isnan(other))
-    if isinstance(one, int | str | bool | complex | None) or isinstance(other, torch.Tensor):
-        return type(one) is type(other) and one == other
-    return type(one) is type(other)  # an object of the user's: its parts were looked at, where it shows some
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(names) or "nothing"
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
-
-
 def _as_graph(variant: Variant, graphs: Mapping[str, PieceGraph]) -> PieceGraph:
-    """Return a variant as a piece without operations: its inputs, the symbols that they show, what its steps give."""
+    """Return a variant as a graph without nodes: its inputs, the symbols in their shapes, the results of its steps."""
     metas = tuple(item.meta for item in variant.inputs)
     shown = {name for meta in metas for dim in meta.shape for name in symbols_of(dim)}
     given = []

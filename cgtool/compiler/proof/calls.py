@@ -1,11 +1,13 @@
-"""The whole-call proof: what `load` would serve is called beside the model itself, and both must give the same.
+"""The whole-call proof: the callable that `load` would return is compared with the model itself.
 
-Pieces are proved one by one; this proves what joins them: the plan, the program, restrides, values, writes. The model
-is an object of this very process, and native code that crashes must not take the warm along. So the calls are made in a
-copy of the process. Where the model is on an accelerator, which a fork has no part in, they are made here, with a copy
-of the modules over the same tensors. So they are where the process is in a group with others, which a fork has no part
-in either: all ranks make the same calls in step, and a collective is a real one; and where the model asks for gradients
-in a process that did so before, for then its copy cannot.
+Pieces are proved one by one; this proves what joins them: the plan, the program, restrides, values and writes. The
+model lives in this process, and a crash in native code must not end the warm, so the calls are made in a fork. In three
+cases they are made in this process instead, on a copy of the modules over the same tensors:
+
+- The model is on an accelerator, which a fork cannot use. Variants are then called while others still compile.
+- The process is in a process group, which a fork cannot use either. All ranks make the same calls in step, with real
+  collectives.
+- The model computes gradients in a process that has done so before, which a fork cannot do.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ from cgtool.store.records import Row
 
 _log = logging.getLogger(__name__)
 
-#: How long all calls may take, in seconds, where no limit is set.
+#: The limit in seconds for all calls, if none is configured.
 _TIMEOUT_SECS = 600.0
 _COLLECTIVES = ("c10d", "torch.distributed")
-#: Ends its parent, and says why, where that writes nothing for so long, though it is not stopped.
+#: Kills its parent with a message if it writes nothing for some seconds, although it is not stopped.
 _END_PARENT = """
 import os, select, signal, sys
 parent, secs, words = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -65,14 +67,14 @@ _ANYHOW = "Nothing new was published; --no-proof publishes it all the same."
 
 
 class _Answer(Record, frozen=True, kw_only=True):
-    """What came of each variant, or how a call is wrong."""
+    """The proof of each variant, or what is wrong with a call."""
 
     variants: tuple[CallProof, ...] = ()
     wrong: str = ""
 
 
 class _NoReplicaError(Exception):
-    """The model cannot be copied; the message says why."""
+    """The model cannot be copied, for the given reason."""
 
 
 def prove_calls(
@@ -82,10 +84,10 @@ def prove_calls(
     timeout_secs: float | None,
     ranks: Ranks | None,
 ) -> tuple[CallProof, ...]:
-    """Call what `load` would serve beside the model itself, and compare; the entry need not be published.
+    """Compare the callable that `load` would return with the model itself; the entry need not be published.
 
     Raises:
-        CallMismatchError: A call gives something else than the model.
+        CallMismatchError: A compiled call does not match the model.
         ProofCrashError: The compiled call crashed.
         RankLostError: Another rank failed or died.
     """
@@ -107,7 +109,7 @@ def prove_calls(
         later = False
     if reason is not None:
         return (CallProof(gap=reason, later=later),) * count
-    stage = mmap.mmap(-1, 1)  # a copy of this process shares it
+    stage = mmap.mmap(-1, 1)  # shared with the fork
     work = functools.partial(_answer, found, spec, device, stage)
     try:
         if twin is None:
@@ -136,7 +138,7 @@ def _mismatch(wrong: str) -> CallMismatchError:
 
 
 def _random_state_kept(plan: Plan, spec: ModelSpec, device: str) -> contextlib.AbstractContextManager[None]:
-    """Leave torch's random generators as they are after calls in this process."""
+    """Restore torch's random generators after calls in this process."""
     if device == "cpu":
         return torch.random.fork_rng([])
     index = first_index(spec.module, plan)
@@ -150,9 +152,9 @@ def _device_of(plan: Plan) -> str:
 
 
 class CallsAhead:
-    """Makes the calls of each variant in a thread as soon as it is compiled, while other variants still compile.
+    """Calls each variant in a thread as soon as it is compiled, while other variants still compile.
 
-    Only for a model on an accelerator, outside a process group: then the calls are made in this process anyway.
+    Only for a model on an accelerator, outside a process group: its calls are made in this process anyway.
 
     Args:
         found: The entry, without rows.
@@ -171,25 +173,25 @@ class CallsAhead:
 
     @classmethod
     def of(cls, found: Found, spec: ModelSpec) -> CallsAhead | None:
-        """Return what makes the calls of an entry ahead; None where they have to wait for all of it."""
+        """Start the calls of an entry; None if they have to wait until all of it is compiled."""
         device = _device_of(found.plan)
         together = private.exchanges() and _may_exchange(found)
         return None if device == "cpu" or together or _why_not(found, spec, device) else cls(found, spec)
 
     def offer(self, variant: int, rows: tuple[Row, ...]) -> None:
-        """Have a variant called; its artifacts are in place."""
+        """Queue a variant, whose artifacts are in place."""
         self._rows[variant] = rows
         self._compiled.put(variant)
 
     def close(self) -> None:
-        """Make no calls beyond those of the variants that were offered."""
+        """Make no further calls than those of the queued variants."""
         self._compiled.put(None)
 
     def proofs(self, found: Found) -> tuple[CallProof, ...] | None:
-        """Wait for the calls and return the proof of each variant; None where some were not made of these artifacts.
+        """Wait for the calls and return the proof of each variant; None if some are missing or used other artifacts.
 
         Raises:
-            CallMismatchError: A call gives something else than the model.
+            CallMismatchError: A compiled call does not match the model.
         """
         self.close()
         self._thread.join()
@@ -209,20 +211,20 @@ class CallsAhead:
                 self._made = calls.proofs((variant, self._rows[variant]) for variant in iter(self._compiled.get, None))
         except CallMismatchError as error:
             self._wrong = str(error)
-        except Exception as error:  # noqa: BLE001 - the calls are made again after the compile, and the reason is kept
+        except Exception as error:  # noqa: BLE001 - the calls are made again after the compile, which reports the reason
             _log.info("No calls were made ahead: %s", brief(error))
 
 
 @contextlib.contextmanager
 def _ended_if_it_hangs(secs: float) -> Iterator[None]:
-    """Have this process ended, with a sentence, where native code holds Python's lock for too long.
+    """Kill this process, with a message, if native code holds the GIL for too long.
 
-    A package that waits for a collective does, and where a thread of the collective wants the lock, they wait for ever.
+    A package that waits for a collective holds it, and deadlocks if a thread of the collective needs it.
     """
     words = (
-        f"Error: For {secs:g} s (compile_timeout), native code held Python's lock as whole calls were proved, so this "
-        "process hung. A package with collectives can do that: have splitting_ops leave them out of packages, or warm "
-        "with --no-proof."
+        f"Error: Native code held Python's lock for {secs:g} s (compile_timeout) while whole calls were proved: a "
+        "deadlock. Packages with collectives can cause it: use splitting_ops to keep collectives out of packages, "
+        "or warm with --no-proof."
     )
     command = (sys.executable, "-ISc", _END_PARENT, str(os.getpid()), str(secs), words)
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as ender:  # noqa: S603 - this very Python
@@ -244,10 +246,10 @@ def _ended_if_it_hangs(secs: float) -> Iterator[None]:
 
 
 def replica(spec: ModelSpec) -> ModelSpec:
-    """Return a spec of a copy of the model over the same tensors, for the model itself may be in use.
+    """Return a spec with a copy of the model over the same tensors, since the model itself may be in use.
 
-    A function that a module was given is no other one in a copy, and what it closes over is not copied. Where that are
-    modules, as in what transformers splits among ranks, the main thread, which others wait for, takes the model itself.
+    Functions assigned to modules are not copied, nor is what they close over. If they close over modules, as in models
+    that transformers splits among ranks, the main thread uses the model itself.
 
     Raises:
         _NoReplicaError: It cannot be copied.
@@ -255,14 +257,14 @@ def replica(spec: ModelSpec) -> ModelSpec:
     if any(map(_closes_over_modules, spec.module.modules())):
         if threading.current_thread() is threading.main_thread():
             return spec
-        msg = "the model cannot be copied: functions that its modules were given close over modules"
+        msg = "the model cannot be copied: functions assigned to its modules close over modules"
         raise _NoReplicaError(msg)
     memo: dict[int, object] = {**over_same_memory(spec.module)}
     held = (value for module in spec.module.modules() for value in vars(module).values())
     memo |= {id(value): value for value in held if private.shared_by_processes(value) is not None}
     try:
         return dataclasses.replace(spec, module=copy.deepcopy(spec.module, memo))
-    except Exception as error:  # whatever the model holds may refuse
+    except Exception as error:  # any attribute of the model may refuse to be copied
         msg = f"the model cannot be copied ({brief(error)})"
         raise _NoReplicaError(msg) from error
 
@@ -274,15 +276,17 @@ def _closes_over_modules(module: torch.nn.Module) -> bool:
 
 
 def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
-    """Return why nothing can be called here."""
+    """Return why nothing can be called here, if so."""
     if _has_collectives(found) and not private.exchanges():
-        return "not run: it has collectives, which other processes take part in"
+        return "not run: it has collectives, which need the other processes"
     if device != "cpu" and not torch.accelerator.is_available():
         return f"not run: there is no {device} device here"
     needed = num_fake_bytes(spec.module)
     if needed > room_for_weights(device):
         size = f"{needed / 1e9:.1f} GB"
-        return f"not run: its weights are fake, and there is no room to draw {size} (--weights real runs it with them)"
+        return (
+            f"not run: its weights are fake, and seeded ones of {size} do not fit (--weights real uses the real ones)"
+        )
     return None
 
 
@@ -292,12 +296,12 @@ def _has_collectives(found: Found) -> bool:
 
 
 def _may_exchange(found: Found) -> bool:
-    """Return whether a call may have collectives: a custom op may hide one."""
+    """Return whether a call may contain collectives; a custom op may hide one."""
     return _has_collectives(found) or any(graph.ops for graph in found.plan.graphs.values())
 
 
 def _why_not_together(found: Found, spec: ModelSpec, ranks: Ranks, reason: str | None) -> tuple[str | None, bool]:
-    """Return why the ranks cannot make the calls together, and whether a later warm may; this one's reason first."""
+    """Return why the ranks cannot make the calls together, if so, and whether a later warm may succeed."""
     try:
         about = f"whether to call {spec.name or type(spec.module).__name__}, {len(found.plan.variants)} variants"
         reasons = ranks.meet(about, reason or "")
@@ -312,27 +316,27 @@ def _why_not_together(found: Found, spec: ModelSpec, ranks: Ranks, reason: str |
 
 
 def _of_ending(error: ChildEndedError, stage: StageName) -> CallProof:
-    """Return what a copy that ended early says of the calls; a ProofCrashError where it was at compiled code."""
+    """Return the proof if the fork ended early; raise a ProofCrashError if it was running compiled code."""
     ending = error.ending
     crashed = ending.signal_name is not None and ending.signal_name != "SIGKILL"
     if crashed and stage == "compiled":
         raise ProofCrashError(
-            f"The process that makes the whole call {ending.how} in what was compiled. A custom op whose "
-            "fake implementation gives other shapes or strides than its kernel does that. "
+            f"The process that makes the whole call {ending.how} in compiled code. A custom op whose fake "
+            "implementation returns other shapes or strides than its kernel causes this. "
             f"{_ANYHOW}{format_log(ending.log)}",
             signal_name=ending.signal_name,
             actual=ending.code,
         )
-    where = " as it ran the model itself" if stage == "model" else ""
+    where = " while it ran the model itself" if stage == "model" else ""
     said = f": {ending.key_line}" if ending.key_line and not crashed else ""
-    return CallProof(gap=f"not run: the process that makes it {ending.how}{where}{said}", later=not crashed)
+    return CallProof(gap=f"not run: its process {ending.how}{where}{said}", later=not crashed)
 
 
 def _in_copy(work: Callable[[], _Answer]) -> bytes:
-    # The threads of OpenMP's pool are not in the copy, and who gives them work waits for ever.
+    # A fork lacks the threads of OpenMP's pool, and would wait for them forever.
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).omp_set_max_active_levels(0)  # compiled code asks for a number of threads of its own
+        ctypes.CDLL(None).omp_set_max_active_levels(0)  # compiled code sets its own number of threads
     return encode(work())
 
 
@@ -343,7 +347,7 @@ def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks:
     try:
         proofs = [proof for _, proof in sorted(Calls(found, spec, device, tell, ranks).proofs().items())]
         again = any(proof.restrides for proof in proofs)
-        if ranks is not None:  # or one would publish what another one refuses, or make calls again alone
+        if ranks is not None:  # else one rank would publish what another rejects, or repeat its calls alone
             again = "again" in ranks.meet("all calls are right", "again" if again else "")
         return _Answer(variants=tuple(msgspec.structs.replace(proof, again=again) for proof in proofs))
     except CallMismatchError as error:
@@ -353,7 +357,7 @@ def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks:
     except RankAbsentError as error:
         gap = f"not run: it has collectives, and {error}"
         return _Answer(variants=(CallProof(gap=gap, later=True),) * len(found.plan.variants))
-    except Exception as error:  # noqa: BLE001 - nothing was learnt of the calls, and the record says so
+    except Exception as error:  # noqa: BLE001 - recorded as a gap in the proof
         traceback.print_exc()
         gap = f"not run: {brief(error)}"
         return _Answer(variants=(CallProof(gap=gap, later=True),) * len(found.plan.variants))

@@ -155,7 +155,7 @@ def test_a_wrong_plan_is_refused_with_the_difference_and_not_published(spec, tmp
 def test_a_plan_that_load_would_refuse_is_not_published(spec, tmp_path, monkeypatch):
     mutated(monkeypatch, each_variant(lambda variant: replace(variant, output=["expr", "s99"])))
     with pytest.raises(
-        CallMismatchError, match=r"What was compiled cannot be opened: .*s99.*Nothing new was published"
+        CallMismatchError, match=r"The compiled code cannot be opened: .*s99.*Nothing new was published"
     ):
         warm(spec, config=CONFIG, cache_dir=tmp_path)
 
@@ -219,7 +219,7 @@ def test_a_model_that_checks_is_compiling_is_refused_with_that_reason(tmp_path):
     def forward(self, x):
         return x + 1 if torch.compiler.is_compiling() else x - 1
 
-    with pytest.raises(CallMismatchError, match=r"asks whether it is being compiled \(torch.compiler.is_compiling\)"):
+    with pytest.raises(CallMismatchError, match=r"checks whether it is being compiled \(torch.compiler.is_compiling\)"):
         warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path)
     unproved = warm(of(forward, torch.ones(3)), config=CONFIG.replace(proof=False), cache_dir=tmp_path)
     assert unproved.manifest.variants[0].proved_at == ()
@@ -278,7 +278,7 @@ def test_a_crash_of_compiled_code_is_an_error_and_a_crash_of_the_model_a_gap(spe
 
     with monkeypatch.context() as patched:
         patched.setattr(LoadedModel, "attempt", crash)
-        with pytest.raises(ProofCrashError, match="crashed with SIGSEGV in what was compiled"):
+        with pytest.raises(ProofCrashError, match="crashed with SIGSEGV in compiled code"):
             warm(spec, config=CONFIG, cache_dir=tmp_path)
 
     def forward(self, x):
@@ -287,7 +287,7 @@ def test_a_crash_of_compiled_code_is_an_error_and_a_crash_of_the_model_a_gap(spe
         return x + 1
 
     (note,) = warm(of(forward, torch.ones(3)), config=CONFIG, cache_dir=tmp_path).notes
-    assert "crashed with SIGSEGV as it ran the model itself" in note
+    assert "crashed with SIGSEGV while it ran the model itself" in note
 
 
 def test_a_call_that_never_returns_is_abandoned(tmp_path, monkeypatch):
@@ -394,7 +394,7 @@ def test_drawn_weights_stay_tied_and_share_memory_as_in_the_model(tmp_path):
 def test_a_call_that_needs_more_memory_than_there_is_is_not_made(spec, tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "num_fake_bytes", lambda _: 10**15)
     (note,) = warm(spec, config=CONFIG, cache_dir=tmp_path).notes
-    assert "there is no room to draw 1000000.0 GB (--weights real runs it with them)" in note
+    assert "seeded ones of 1000000.0 GB do not fit (--weights real uses the real ones)" in note
 
 
 def test_a_compiled_size_is_proved_at_that_size(spec, tmp_path):
@@ -426,7 +426,7 @@ def test_wrong_fake_strides_of_an_op_in_a_script_are_detected_by_the_whole_call(
         timeout=300,
     )
     assert ran.returncode != 0
-    assert "CallMismatchError: The compiled call gives something else than the model itself" in ran.stderr
+    assert "CallMismatchError: The compiled call does not match the model itself" in ran.stderr
     assert "other shapes or strides than its kernel: of_a_script" in ran.stderr
 
 

@@ -1,23 +1,27 @@
-"""The state of an entry: its example calls, what is missing from it, and the notes for its user."""
+"""The state of an entry: what its key records of the trace, what is missing from it, and the notes for its user."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from cgtool.compiler.request import NEEDS_RANKS
+from cgtool.compiler.required import unserved
 from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
 from cgtool.dims import Dims
 from cgtool.errors import CacheCorruptError, CacheMissError
-from cgtool.guards.kinds import NoRuleError, encode_literal
+from cgtool.guards.kinds import NoRuleError, encode_literal, without_rank
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name
+from cgtool.host import variables_now
 from cgtool.model import ModelSpec
+from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.pieces import EAGER, Json
 from cgtool.plan.records import Variant
 from cgtool.plan.shapes import shape_text
@@ -25,6 +29,9 @@ from cgtool.runtime.find import Found
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Manifest, VariantCounts
+
+if TYPE_CHECKING:
+    from cgtool.compiler.stitch import Stitched
 
 #: The depth to which an example argument's attributes are recorded.
 _MAX_DEPTH = 3
@@ -46,6 +53,23 @@ def calls_of(spec: ModelSpec) -> Json:
         calls.append([call.name, [_encode(a) for a in args], {k: _encode(v) for k, v in kwargs.items()}])
     require = {name: list(bounds) for name, bounds in spec.require.items()}
     return {"method": spec.method, "dynamic": dynamic, "calls": calls} | ({"require": require} if require else {})
+
+
+def traced_factors(spec: ModelSpec, stitched: Stitched) -> dict[str, Json]:
+    """Return the factors of the key that only a trace determines."""
+    # Sorted: Dynamo's order depends on what this process has traced before.
+    guards = [
+        sorted(map(without_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
+        for variant in stitched.plan.variants
+    ]
+    return {
+        "sources": dict(stitched.code.sources),
+        "distributions": dict(stitched.code.distributions),
+        "variables": variables_now(stitched.code.variables),
+        "ops": dict(stitched.ops),
+        "guards": digest_of(guards),
+        "calls": calls_of(spec),
+    }
 
 
 def _encode(value: Any, depth: int = _MAX_DEPTH) -> Json:
@@ -76,6 +100,29 @@ def same_calls(one: Json, other: Json) -> bool:
     if not isinstance(one, dict) or not one.get("dynamic"):
         return bool(one == other)
     return bool(_without_sizes(one) == _without_sizes(other))
+
+
+def uncovered_calls(spec: ModelSpec, without: Collection[str], check: bool, found: Found) -> tuple[str, ...]:
+    """Return why an entry does not cover a model's example calls and required sizes, if it does not.
+
+    Args:
+        spec: The model.
+        without: Hashes of entries that are known not to cover the calls.
+        check: Whether sizes that an earlier warm could not cover count as well.
+        found: The entry.
+    """
+    if found.entry.name.hash in without:
+        return ("no variant serves the example",)
+    then, now = found.key.value("calls"), calls_of(spec)
+    if not same_calls(then, now):
+        return ("the example calls or their dynamic dimensions are not those of the entry",)
+    # Sizes that were left out under the same requirement would be left out again.
+    if not spec.require or not (check or then.get("require") != now["require"]):
+        return ()
+    # Imports Dynamo, which a hit must not pay for.
+    from cgtool.compiler.stitch import sizes_of_calls
+
+    return unserved(found.plan.variants, spec.require, sizes_of_calls(spec))
 
 
 def _without_sizes(calls: Json) -> Json:
