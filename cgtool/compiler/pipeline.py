@@ -229,7 +229,7 @@ class _Warm:
             rank=self._rank,
             prefix=self._spec.prefix,
             trust=self._trust,
-            only_asks=check,
+            query_only=check,
         )
         find = functools.partial(finder.find, functools.partial(uncovered_calls, self._spec, without, check))
         try:

@@ -1,4 +1,4 @@
-"""Why no variant serves a call, in words: the slow path behind `cgtool.runtime.call_guards`, by the same records."""
+"""Explain why no variant accepts a call: the slow path behind `cgtool.runtime.call_guards`, over the same records."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from cgtool.runtime.weights import make_problem
 
 
 class Explainer:
-    """Says what of one variant a call does not meet.
+    """Reports which requirements of one variant a call does not meet.
 
     Args:
         variant: The variant.
-        inputs: Those of its inputs that `accept` checks.
-        variants: All variants, whose sizes together are what a user may pass.
-        signature: How the user names the arguments.
+        inputs: The inputs of the variant that `accept` checks.
+        variants: All variants; their sizes together are what a user may pass.
+        signature: The signature that names the arguments.
         module: The live model.
-        device_index: What a device without an index means; None: any.
+        device_index: The device that a device without an index refers to; None accepts any.
     """
 
     def __init__(
@@ -50,66 +50,69 @@ class Explainer:
         self._inputs = inputs
         self._variants = variants
         self._signature = signature
-        self._display_name = signature.display_name
         self._module = module
         self._device_index = device_index
         self._bindings = find_bindings(variant, inputs)
         self._dims = variant.dim_of
 
     def failures(self, arguments: Mapping[str, Any]) -> Failures:
-        """Return what of the variant `arguments`, the root locals of a call, does not meet."""
+        """Return the requirements that `arguments` (the root locals of a call) do not meet."""
         roots = Roots(self._module, self._signature.method, arguments)
         guards: dict[str, None] = {}
-        for failure in self._failed(roots):
-            guards.update(dict.fromkeys(self._guard(failure.guard, failure.actual, failure.sentence, roots)))
+        for failure in self._guard_failures(roots):
+            guards.update(dict.fromkeys(self._reasons(failure.guard, failure.actual, failure.sentence, roots)))
         tensors, problems = self._tensors(roots)
         kinds = dict.fromkeys([*problems, *guards])
-        return Failures(kinds=tuple(kinds), sizes=tuple(self._sizes(tensors, self._values(tensors))))
+        return Failures(kinds=tuple(kinds), sizes=tuple(self._size_failures(tensors, self._values(tensors))))
 
-    def _failed(self, roots: Roots) -> list[Failure]:
+    def _guard_failures(self, roots: Roots) -> list[Failure]:
         try:
-            return check(self.variant.call_guards, roots) or self._of_another_class(roots)
+            return check(self.variant.call_guards, roots) or self._other_classes(roots)
         except CgtoolError:
             raise
-        except Exception as error:  # noqa: BLE001 - a guard that cannot even be looked at does not hold, whatever the reason
-            said = f"the arguments cannot be looked at ({type(error).__name__}: {error})"
-            return [Failure(guard=Guard(source="self", kind="value", expected=None), actual=None, sentence=said)]
+        except Exception as error:  # noqa: BLE001 - a guard that cannot be evaluated does not hold, whatever the reason
+            sentence = f"the arguments cannot be inspected ({type(error).__name__}: {error})"
+            return [Failure(guard=Guard(source="self", kind="value", expected=None), actual=None, sentence=sentence)]
 
-    def _of_another_class(self, roots: Roots) -> list[Failure]:
-        """Return the arguments whose class is not the one that goes by its name."""
-        found = []
+    def _other_classes(self, roots: Roots) -> list[Failure]:
+        """Return the arguments whose class has the expected name but is a different class."""
+        failures = []
         for guard in self.variant.call_guards:
-            wanted = known_class(guard.expected) if guard.kind == "type" else None
-            if wanted is not None and type(roots.resolve(guard.source)) is not wanted:
-                said = f"{source_words(guard.source)} is of a class that is not {guard.expected}, whose name it has"
-                found.append(Failure(guard=guard, actual=guard.expected, sentence=said))
-        return found
+            expected = known_class(guard.expected) if guard.kind == "type" else None
+            if expected is not None and type(roots.resolve(guard.source)) is not expected:
+                sentence = f"{source_words(guard.source)} has a class named {guard.expected} that is not that class"
+                failures.append(Failure(guard=guard, actual=guard.expected, sentence=sentence))
+        return failures
 
-    def _guard(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> list[str]:
+    def _name(self, source: str) -> str:
+        """Return a source as the user knows it."""
+        return self._signature.spoken(source)
+
+    def _reasons(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> list[str]:
         source = parse_source(guard.source)
         if source.root == "state":
             return [state.explain_state(source.names[0], guard.expected, actual)]
         if guard.source == f"arg:{self._signature.var_keyword}":
-            passed = _passed(guard, actual)
-            if passed:
-                return passed
+            reasons = _keyword_reasons(guard, actual)
+            if reasons:
+                return reasons
+        name = self._name(guard.source)
         if guard.kind == "value" and source_words(guard.source) not in sentence:
-            # What is there now has no spelling as data, so its type must do.
+            # The current value cannot be written as data, so name its type.
             kind = type(roots.resolve(guard.source)).__qualname__
-            name = self._display_name(guard.source)
             return [f"{name} was {spell(guard.expected)} when this was compiled and is a {kind} now"]
-        return [sentence.replace(source_words(guard.source), self._display_name(guard.source)).rstrip(".")]
+        return [sentence.replace(source_words(guard.source), name).rstrip(".")]
 
     def _tensors(self, roots: Roots) -> tuple[dict[int, Any], list[str]]:
-        """Return the tensors that are of the right make, by index, and what is wrong with the others."""
+        """Return the tensors of the right dtype, device and rank, by index, and the problems of the others."""
         tensors: dict[int, Any] = {}
         problems: list[str] = []
         for index, item in enumerate(self._inputs):
-            name = self._display_name(item.source)
+            name = self._name(item.source)
             try:
                 value = roots.resolve(item.source)
             except SourceError:
-                problems.append(_was_passed(name, now=False))
+                problems.append(_passed_reason(name, now=False))
                 continue
             if value is None:
                 problems.append(f"{name} is None and was a tensor when this was traced")
@@ -128,61 +131,59 @@ class Explainer:
                 values[binding.symbol] = read_binding(binding, tensors[binding.tensor]) // binding.factor
         return values
 
-    def _sizes(self, tensors: Mapping[int, Any], values: Mapping[str, int]) -> list[str]:
-        found = [
-            f"{self._called(symbol.name)} is {values[symbol.name]} and must be {self._allowed(symbol)}"
+    def _size_failures(self, tensors: Mapping[int, Any], values: Mapping[str, int]) -> list[str]:
+        failures = [
+            f"{self._symbol_name(symbol.name)} is {values[symbol.name]} and must be {self._allowed(symbol)}"
             for symbol in self.variant.symbols
             if symbol.name in values and not _within(values[symbol.name], symbol.min, symbol.max)
         ]
-        found += [
-            f"{self._where(binding.tensor, binding.dim)} is {size} and must be a multiple of {binding.factor}"
+        failures += [
+            f"{self._size_name(binding.tensor, binding.dim)} is {size} and must be a multiple of {binding.factor}"
             for binding in self._bindings
             if binding.tensor in tensors and (size := read_binding(binding, tensors[binding.tensor])) % binding.factor
         ]
+        sizes = ", ".join(f"{self._dims[symbol]} {value}" for symbol, value in values.items() if symbol in self._dims)
         for relation in self.variant.relations:
             with contextlib.suppress(ArtifactError):
                 if not evaluate(relation, values):
-                    found.append(f"the sizes ({self._said(values)}) do not meet {self._named(relation)}")
+                    failures.append(f"the sizes ({sizes}) do not satisfy {self._with_dim_names(relation)}")
         for index, tensor in tensors.items():
-            found += self._shape(index, tensor, values)
-        return found
+            failures += self._shape_failures(index, tensor, values)
+        return failures
 
-    def _shape(self, index: int, tensor: Any, values: Mapping[str, int]) -> list[str]:
+    def _shape_failures(self, index: int, tensor: Any, values: Mapping[str, int]) -> list[str]:
         meta = self._inputs[index].meta
-        found = []
-        for dim, (size, want) in enumerate(zip(tensor.shape, meta.shape, strict=True)):
-            wanted = _value(want, values)
-            if wanted is not None and size != wanted:
-                by = f" ({self._named(want)})" if type(want) is str else ""
-                found.append(f"{self._where(index, dim)} is {size} and must be {wanted}{by}")
+        failures = []
+        for dim, (size, expression) in enumerate(zip(tensor.shape, meta.shape, strict=True)):
+            expected = _value(expression, values)
+            if expected is not None and size != expected:
+                formula = f" ({self._with_dim_names(expression)})" if type(expression) is str else ""
+                failures.append(f"{self._size_name(index, dim)} is {size} and must be {expected}{formula}")
         stride = tuple(_value(step, values) for step in meta.stride)
         known = tuple(step for step in stride if step is not None)
-        if not found and len(known) == len(stride) and strides_matter(tensor, known):
-            name = self._display_name(self._inputs[index].source)
+        if not failures and len(known) == len(stride) and strides_matter(tensor, known):
+            name = self._name(self._inputs[index].source)
             advice = f"; pass {name}.contiguous()" if _is_contiguous(tensor.shape, known) else ""
-            found.append(f"{name} has the strides {tensor.stride()} and was traced with {known}{advice}")
-        return found
+            failures.append(f"{name} has the strides {tensor.stride()} and was traced with {known}{advice}")
+        return failures
 
-    def _where(self, index: int, dim: int) -> str:
-        return f"the size of {self._display_name(self._inputs[index].source)} in dimension {dim}"
+    def _size_name(self, index: int, dim: int) -> str:
+        return f"the size of {self._name(self._inputs[index].source)} in dimension {dim}"
 
-    def _called(self, symbol: str) -> str:
+    def _symbol_name(self, symbol: str) -> str:
         if symbol in self._dims:
             return self._dims[symbol]
         binding = next(binding for binding in self._bindings if binding.symbol == symbol)
-        return self._where(binding.tensor, binding.dim)
+        return self._size_name(binding.tensor, binding.dim)
 
-    def _named(self, text: Dim) -> str:
-        spoken = str(text)
+    def _with_dim_names(self, expression: Dim) -> str:
+        text = str(expression)
         for symbol, name in sorted(self._dims.items(), key=lambda item: -len(item[0])):
-            spoken = spoken.replace(symbol, name)
-        return spoken
-
-    def _said(self, values: Mapping[str, int]) -> str:
-        return ", ".join(f"{self._dims[symbol]} {value}" for symbol, value in values.items() if symbol in self._dims)
+            text = text.replace(symbol, name)
+        return text
 
     def _allowed(self, symbol: SymbolRange) -> str:
-        """Say what the variants together allow for a dimension, not only this one."""
+        """Return the sizes that all variants together allow for a dimension, not only this one."""
         name = self._dims.get(symbol.name)
         spans = [(symbol.min, symbol.max)]
         for variant in self._variants if name is not None else ():
@@ -190,16 +191,16 @@ class Explainer:
                 spans.append((variant.fixed[name], variant.fixed[name]))
             carriers = variant.dims.get(str(name), ())
             spans += [(other.min, other.max) for other in variant.symbols if other.name in carriers]
-        return " or ".join(map(_span_words, joined_ranges(spans)))
+        return " or ".join(map(_span_text, joined_ranges(spans)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """What of a variant a call does not meet: sentences without their full stop.
+    """The requirements of a variant that a call does not meet, as sentences without a full stop.
 
     Args:
-        kinds: About types, dtypes, values and state.
-        sizes: About sizes and strides of tensors that are otherwise as they should be.
+        kinds: Failures of types, dtypes, values and state.
+        sizes: Failures of sizes and strides of tensors that are otherwise as expected.
     """
 
     kinds: tuple[str, ...]
@@ -214,48 +215,51 @@ def read_binding(binding: Binding, tensor: Any) -> int:
 def refusal(
     explainers: Sequence[Explainer], arguments: Mapping[str, Any], uncovered: Callable[[int], str]
 ) -> GuardError:
-    """Return the error of a call that no variant serves.
+    """Return the error for a call that no variant accepts.
 
     Args:
-        explainers: One for each variant, in order.
+        explainers: The explainers of all variants, in order.
         arguments: The root locals of the call.
-        uncovered: Says, for a variant whose guards all hold, which sizes were compiled for it.
+        uncovered: Returns which sizes were compiled for a variant, by its index; called if all its guards hold.
     """
-    found = [explainer.failures(arguments) for explainer in explainers]
-    # Another size is a smaller difference than another type; a variant for one size is the farther the more it fixes.
-    order = sorted(
-        range(len(found)),
-        key=lambda i: (len(found[i].kinds), len(explainers[i].variant.fixed), len(found[i].sizes), i),
+    failures = [explainer.failures(arguments) for explainer in explainers]
+    if not failures:
+        return GuardError("The plan has no variants, so it cannot run any call. Warm the model again.")
+    # A different size is nearer than a different type; the more sizes a variant fixes, the further away it is.
+    nearest = min(
+        range(len(failures)),
+        key=lambda i: (len(failures[i].kinds), len(explainers[i].variant.fixed), len(failures[i].sizes), i),
     )
-    if not order:
-        return GuardError("The plan holds no variant, so no call can be served: warm again.")
-    nearest = order[0]
-    name = explainers[nearest].variant.name
-    fixed = ", ".join(f"{dim} {size}" for dim, size in explainers[nearest].variant.fixed.items())
-    reasons = found[nearest].kinds + found[nearest].sizes or (uncovered(nearest),)
+    variant = explainers[nearest].variant
+    fixed = ", ".join(f"{dim} {size}" for dim, size in variant.fixed.items())
+    reasons = failures[nearest].kinds + failures[nearest].sizes or (uncovered(nearest),)
     more = f"; {reasons[1]}" if len(reasons) > 1 else ""
     more += f"; and {len(reasons) - 2} more" if len(reasons) > 2 else ""  # noqa: PLR2004 - two are shown
-    count = "The compiled model" if len(found) == 1 else f"None of the {len(found)} compiled variants"
-    verb = "does not serve" if len(found) == 1 else "serves"
+    if len(failures) == 1:
+        subject = f"The compiled variant {variant.name!r}{f' ({fixed})' if fixed else ''} does not accept this call"
+    else:
+        subject = (
+            f"None of the {len(failures)} compiled variants accepts this call; the nearest is {variant.name!r}"
+            f"{f' ({fixed})' if fixed else ''}"
+        )
     return GuardError(
-        f"{reasons[0]}{more}. {count} {verb} this call; the nearest is {name!r}{' with ' + fixed if fixed else ''}. "
-        "Change the call, or warm with an example like it.",
-        path=name,
+        f"{reasons[0]}{more}. {subject}. Change the call, or warm the model with an example like it.",
+        path=variant.name,
         actual=reasons,
     )
 
 
-def _passed(guard: Guard, actual: Any) -> list[str]:
-    """Say of a wrapper's keyword arguments which were passed then and which are now."""
+def _keyword_reasons(guard: Guard, actual: Any) -> list[str]:
+    """Return which keyword arguments of a wrapper were passed at compile time or are passed now, but not both."""
     if guard.kind == "keys" and type(actual) is list:
-        missing = [_was_passed(str(key), now=False) for key in guard.expected if key not in actual]
-        return missing + [_was_passed(str(key), now=True) for key in actual if key not in guard.expected]
+        missing = [_passed_reason(str(key), now=False) for key in guard.expected if key not in actual]
+        return missing + [_passed_reason(str(key), now=True) for key in actual if key not in guard.expected]
     if guard.kind.startswith("contains:") and type(actual) is bool:
-        return [_was_passed(guard.kind.removeprefix("contains:").strip('"'), now=actual)]
+        return [_passed_reason(guard.kind.removeprefix("contains:").strip('"'), now=actual)]
     return []
 
 
-def _was_passed(name: str, *, now: bool) -> str:
+def _passed_reason(name: str, *, now: bool) -> str:
     if now:
         return f"{name} is passed now and was not when this was compiled"
     return f"{name} was passed when this was compiled and is missing now"
@@ -271,7 +275,7 @@ def _within(value: int, low: int, high: int | None) -> bool:
     return low <= value and (high is None or value <= high)
 
 
-def _span_words(span: tuple[int, int | None]) -> str:
+def _span_text(span: tuple[int, int | None]) -> str:
     low, high = span
     if low == high:
         return str(low)
@@ -287,37 +291,39 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-#: What torch says where there is no memory, and where native code failed and printed why.
-_NO_MEMORY, _NATIVE_FAILED = ("out of memory", "allocate memory"), "API call failed"
+#: Parts of torch's messages when memory runs out.
+_NO_MEMORY = ("out of memory", "allocate memory")
+#: Part of torch's message when native code fails; the reason itself goes to stderr.
+_NATIVE_FAILED = "API call failed"
 
 
 def call_failure(
     error: RuntimeError, method: str, variant: Variant, sizes: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> Exception | None:
-    """Return the sentence for a call that ran out of memory or was given a wrong index, or None for another failure.
+    """Return the error to raise for a call that ran out of memory or used an index out of range, else None.
 
     Args:
-        error: What torch raised. Native code prints the reason and says no more than that it failed.
-        method: What was called.
+        error: The error from torch. For native code, it says only that a call failed.
+        method: The name of the method that was called.
         variant: The variant that ran.
         sizes: The values of its symbols.
-        tensors: The call's and the model's.
+        tensors: The tensors of the call and of the model.
     """
-    said = first_line(error)
-    if said.startswith("index out of bounds"):
-        return IndexError(f"A call of {method} was given an index that lies outside of what it indexes ({said}).")
-    is_memory = isinstance(error, torch.OutOfMemoryError) or any(words in said for words in _NO_MEMORY)
+    message = first_line(error)
+    if message.startswith("index out of bounds"):
+        return IndexError(f"A call of {method} used an index out of range ({message}). Check the values of its inputs.")
+    is_memory = isinstance(error, torch.OutOfMemoryError) or any(text in message for text in _NO_MEMORY)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    refused = any(torch.cuda.memory_stats(device).get("num_ooms", 0) for device in devices)
-    if not is_memory and not (refused and _NATIVE_FAILED in said):
+    had_failures = any(torch.cuda.memory_stats(device).get("num_ooms", 0) for device in devices)
+    if not is_memory and not (had_failures and _NATIVE_FAILED in message):
         return None
     values = dict(zip((symbol.name for symbol in variant.symbols), sizes, strict=False))
     known = {name: values[symbols[0]] for name, symbols in variant.dims.items() if symbols and symbols[0] in values}
-    at = " and ".join(f"{name} = {size}" for name, size in {**known, **variant.fixed}.items())
+    dims = " and ".join(f"{name} = {size}" for name, size in {**known, **variant.fixed}.items())
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) / 2**20
     failed = "ran" if is_memory else "failed, and has probably run"
     msg = (
-        f"A call of {method}{f' with {at}' if at else ''} {failed} out of memory beside the {held:.0f} MiB of its "
-        f"arguments and weights: {said}. Call it with less, or free some memory."
+        f"A call of {method}{f' with {dims}' if dims else ''} {failed} out of memory; its arguments and weights take "
+        f"{held:.0f} MiB: {message}. Use smaller inputs, or free some memory."
     )
     return torch.OutOfMemoryError(msg)

@@ -1,17 +1,17 @@
-"""From a model to its callable: find the entry that serves it, without a trace, or say why none does; then open it.
+"""Find the cache entry for a model without tracing it, and open the entry as a callable.
 
-The way of ccache's direct mode: cheap facts lead to candidates; a candidate's factors are compared with those of
-this process, its traced files with the files as they are now, its guards with the live model. What differs becomes a
-sentence.
+The lookup works like ccache's direct mode. A digest of cheap facts (the lookup key) leads to candidate entries. For
+each candidate, the factors of its key are compared with this process, the source files it was traced from with the
+files on disk, and its guards with the live model. Each difference is reported as a sentence.
 
-The compiler is a factor because it decides what `warm` compiles, and what Inductor's own artifacts are built with as
-they are opened. So a compiler of another version is a miss, whatever the adaptor: whoever changed it, to be rid of a
-fault of the old one say, must not be served what the old one made. A machine that has none says nothing about it: it
-can make nothing else of the model, and what was compiled elsewhere is what it is there to run.
+The C++ compiler is a factor because it decides what `warm` compiles, and because Inductor's own artifacts are built
+with it when they are opened. A different compiler version is therefore a miss for every adaptor: a user who replaces a
+faulty compiler must not be served its output. A machine without a compiler ignores this factor: it exists to run what
+was compiled elsewhere, and could not compile anything else.
 
-The bytes of all artifacts are read and matched to their digests at load, and what was matched is what is opened: when
-a call first chooses it, so that a start pays for what it uses. Those of the first variant are opened at load where they
-serve all of its sizes, so that a machine which cannot open any says so as it starts.
+All artifacts are read and their digests verified at load, and the verified bytes are the ones that are opened. An
+artifact is opened when a call first selects it, so that start-up pays only for what is used. The artifacts of the first
+variant that serve all its sizes are opened at load, so that a machine that cannot open any fails at start-up.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from cgtool.store.lookup import LookupStore
 from cgtool.store.records import Key, parse_key
 from cgtool.store.trust import REASONS, Records, TrustPolicy, resolved
 
-#: Adaptors whose code names the device that it was compiled on.
-_OF_THE_FIRST_DEVICE = frozenset({"inductor", "inductor_standalone"})
-#: How many reasons a miss tells, and how many other entries it looks at to find the nearest.
+#: Adaptors whose code hard-codes the index of the device it was compiled on.
+_FIRST_DEVICE_ONLY = frozenset({"inductor", "inductor_standalone"})
+#: The most reasons that a miss reports, and the most other entries that it compares to find the nearest.
 _MAX_REASONS = 12
-_MAX_LOOKED_AT = 256
+_MAX_COMPARED = 256
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry that serves the model: its files, its plan, and what it was keyed on."""
+    """A cache entry that matches the model, with its parsed key and plan."""
 
     entry: Entry
     key: Key
@@ -65,23 +65,24 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_here() -> int:
-    """Return this process's rank, as its launcher says; without one, as the default process group says, else 0."""
+    """Return this process's rank: from the launcher's variables, else from the default process group, else 0."""
     if process_group_is_initialized() and not any(host.variables_now(("RANK", "LOCAL_RANK")).values()):
         return torch.distributed.get_rank()
     return host.environment().rank
 
 
 class Finder:
-    """Looks for the entry of one model in one cache.
+    """Searches one cache for the entry of one model.
 
     Args:
-        layout: Where the cache lies.
+        layout: The layout of the cache.
         module: The live model.
-        live: What a key says of it and of this process.
-        rank: Which process of a model-parallel group.
-        prefix: Which compiled part of the model.
-        trust: What an entry must be before anything of it is interpreted.
-        only_asks: Whether nothing will be used of what is found: then nothing is held, and no miss is counted.
+        live: The current factors of the model and of this process.
+        rank: The rank of this process in a model-parallel group.
+        prefix: The compiled part of the model.
+        trust: The policy that an entry must satisfy before any of it is interpreted.
+        query_only: True for queries (`why`, `--check`) that will not use the entry: no lease is taken and no miss is
+            counted.
     """
 
     def __init__(
@@ -93,13 +94,13 @@ class Finder:
         rank: int,
         prefix: str,
         trust: TrustPolicy,
-        only_asks: bool = False,
+        query_only: bool = False,
     ) -> None:
         self._trust = trust
-        self._only_asks = only_asks
+        self._query_only = query_only
         self._untrusted: list[RefusedError] = []
         self._other_schema: CacheSchemaError | None = None
-        # Resolved once: whoever may turn a link could show one folder to the policy and another to the reader.
+        # Resolved once: someone able to change a symlink could show the policy one folder and the reader another.
         self._layout = CacheLayout(root=resolved(layout.root))
         self._module = module
         self._live = live
@@ -107,15 +108,15 @@ class Finder:
         self._prefix = prefix
 
     def find(self, accept: Callable[[Found], tuple[str, ...]] = lambda _: ()) -> Found:
-        """Return the entry that serves the model; of several, the one that was published or completed last.
+        """Return the entry that matches the model; if several do, the one published or completed last.
 
         Args:
-            accept: Asked of each entry that fits; sentences that it returns turn it away.
+            accept: Called for each matching entry; returns the reasons to reject it, or an empty tuple.
 
         Raises:
-            CacheMissError: There is none; its reasons say why, those of the nearest entry.
-            RefusedError: There is one that may not be trusted, and none that may.
-            CacheSchemaError: What is there was written by another version of cgtool.
+            CacheMissError: No entry matches. Its reasons are those of the nearest entry.
+            RefusedError: An entry is not trusted, and no trusted entry matches.
+            CacheSchemaError: The entries were written by another version of cgtool.
             CacheError: The cache cannot be read.
         """
         refused: list[tuple[str, tuple[str, ...]]] = []
@@ -124,13 +125,13 @@ class Finder:
                 found, reasons = self._look(hash_)
                 if found is not None:
                     reasons = accept(found)
-                    # From here on prune leaves it alone, unless it was quicker.
-                    if not reasons and (self._only_asks or keep(self._layout, found.entry.name)):
+                    # Take a lease so that prune keeps the entry; prune may have removed it already.
+                    if not reasons and (self._query_only or keep(self._layout, found.entry.name)):
                         return found
                 if reasons:
                     refused.append((hash_, reasons))
         finally:
-            host.compiler_version()  # it was asked, and is waited for
+            host.compiler_version()  # waits for the child process that `Live.of` started
         raise self._failure(refused)
 
     @property
@@ -139,22 +140,22 @@ class Finder:
         return self._live.lookup
 
     def fits(self, key: Key) -> bool:
-        """Return whether an entry of this key may serve the model."""
+        """Return whether a key matches the model and this process."""
         return not differences_now(key, self._live)
 
     def at(self, hash_: str) -> Found:
-        """Return one entry, which serves the model.
+        """Return the entry with this hash.
 
         Raises:
-            CacheMissError: It does not, or it is gone; and as `find`.
+            CacheMissError: It does not match the model, or it was removed. Otherwise as `find`.
         """
         found, reasons = self._look(hash_)
         if found is not None and keep(self._layout, found.entry.name):
             return found
-        raise self._failure([(hash_, reasons or ("it was removed meanwhile",))])
+        raise self._failure([(hash_, reasons or ("it was removed in the meantime",))])
 
     def _look(self, hash_: str) -> tuple[Found | None, tuple[str, ...]]:
-        """Return the entry, or why it does not serve; (None, ()) when it has nothing for this rank and prefix."""
+        """Return the entry, or why it does not match; (None, ()) if it has no files for this rank and prefix."""
         name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
         try:
             records = self._trust.read(self._layout, name)
@@ -171,11 +172,11 @@ class Finder:
             self._untrusted.append(error)
             return None, (str(error),)
         except CacheSchemaError as error:
-            self._other_schema = error  # told only when no entry of this version serves
+            self._other_schema = error  # reported only if no entry of this version matches
             return None, (str(error),)
         except CacheError as error:
             return None, (str(error),)
-        # By now the compiler has had time to answer.
+        # Last, to give the compiler's child process time to finish.
         reasons = self._guards(plan) or differences_now(key, self._live, when="last")
         return (None, reasons) if reasons else (Found(entry=entry, key=key, plan=plan), ())
 
@@ -185,22 +186,22 @@ class Finder:
     def _guards(self, plan: Plan) -> tuple[str, ...]:
         method = getattr(self._module, plan.method, None)
         if method is None:
-            return (f"The model has no method {plan.method} now.",)
+            return (f"the model no longer has a method {plan.method}",)
         tables = [variant.model_guards for variant in plan.variants]
         roots = Roots(self._module, method)
         if isinstance(tables[0], GuardTable) and "transformers.utils.output_capturing" in sys.modules:
-            from cgtool.guards.transformers import install_hooks, models_with_hooks  # other models need none
+            from cgtool.guards.first_call import install_hooks, with_hooks  # imported lazily: rarely needed
 
             with contextlib.suppress(SourceError):
-                for source in models_with_hooks(tables[0].texts.whole):  # the plan's
+                for source in with_hooks(tables[0].texts.whole):  # all variants of a plan share their texts
                     install_hooks(roots.resolve(source))
         failures = failures_of(tables, roots)
         if failures:
             return tuple(failure.sentence for failure in failures)
-        # Parameters and buffers are among the facts; what is left is tensors that lie about as plain attributes.
+        # The key covers parameters and buffers; what remains are tensors held as plain attributes.
         known = self._live.known["state"]["tensors"]
         inputs = {item.source: item for variant in plan.variants for item in variant.inputs}
-        kept = {one.place for variant in plan.variants for one in variant.kept}
+        kept = {write.place for variant in plan.variants for write in variant.kept}
         others = [
             item
             for source, item in inputs.items()
@@ -209,7 +210,7 @@ class Finder:
         return tuple(tensor_differences(roots, filter(is_weight, others)))
 
     def _failure(self, refused: list[tuple[str, tuple[str, ...]]]) -> Exception:
-        """Return why nothing serves: an entry that may not be trusted tells more than one of another version."""
+        """Return the most informative error: an untrusted entry before one of another version before a miss."""
         if self._untrusted:
             return max(
                 self._untrusted, key=lambda error: REASONS.index(error.reason) if error.reason in REASONS else -1
@@ -219,63 +220,64 @@ class Finder:
         return self._miss(refused)
 
     def _miss(self, refused: list[tuple[str, tuple[str, ...]]]) -> CacheMissError:
-        # Kept off the way of a hit.
-        from cgtool.store import pruned as record
+        from cgtool.store import pruned as prune_record  # imported lazily: a hit does not need it
 
-        pruned = (record.pruned if self._only_asks else record.count_miss)(self._layout, self._live.lookup)
+        pruned = (prune_record.pruned if self._query_only else prune_record.count_miss)(self._layout, self._live.lookup)
+        refused = refused or self._same_class()
+        where = f"{self._layout.root} (rank {self._rank}, prefix {self._prefix!r})"
         if not refused:
-            refused = self._others()
-        if not refused:
-            elsewhere = self._elsewhere()
-            msg = f"There is nothing for this model in {self._layout.root} (rank {self._rank}, prefix {self._prefix!r})"
-            advice = "Warm it first: `cgtool warm MODEL`, or call cgtool.compile."
-            msg = f"{msg}: {elsewhere}" if elsewhere else f"{msg}. {advice}"
-            reason = "nothing has been warmed for this model" if pruned is None else pruned.sentence
-            return CacheMissError(msg, reasons=(elsewhere or reason,), path=self._layout.root)
+            reason = self._other_ranks()
+            advice = (
+                "If each rank holds a part of the model, warm every rank (`torchrun ... -m cgtool warm MODEL`, or "
+                "`--world-size N`); if each rank holds all of it, load with rank=0."
+            )
+            if not reason:
+                reason = "nothing has been warmed for this model" if pruned is None else pruned.sentence
+                advice = "Warm it first: run `cgtool warm MODEL`, or call cgtool.compile."
+            msg = f"The cache {where} has no entry for this model: {reason.rstrip('.')}. {advice}"
+            return CacheMissError(msg, reasons=(reason,), path=self._layout.root)
         hash_, reasons = min(refused, key=lambda pair: len(pair[1]))
         shown = "\n  ".join(reasons[:_MAX_REASONS])
+        more = f"\n  and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
         msg = (
-            f"No entry of {self._layout.root} fits this model. The nearest, {short(hash_)}, does not because:\n"
-            f"  {shown}\n{self._advice(reasons)}"
+            f"No entry in the cache {where} matches this model. The nearest entry, {short(hash_)}, differs:\n"
+            f"  {shown}{more}\n{self._advice(reasons)}"
         )
         return CacheMissError(msg, reasons=reasons[:_MAX_REASONS], path=self._layout.root, nearest=hash_)
 
-    def _elsewhere(self) -> str:
-        """Say for which other ranks the model was warmed; "" where for none."""
+    def _other_ranks(self) -> str:
+        """Return a clause that lists the other ranks the model was warmed for, or "" if there are none."""
         hashes = LookupStore(self._layout).candidates(self._live.lookup)
         names = (name for hash_ in hashes for name in self._layout.rank_names(hash_) if name.prefix == self._prefix)
         ranks = sorted({name.rank for name in names if self._layout.manifest_file(name).exists()} - {self._rank})
         if not ranks:
             return ""
         listed = ", ".join(map(str, ranks))
-        return (
-            f"it was warmed for rank {listed}, and not for rank {self._rank}. Where each holds a part of a model, warm "
-            "all (`torchrun ... -m cgtool warm MODEL`, or `--world-size N`); where each holds all of it, load with "
-            "rank=0."
-        )
+        return f"it was warmed for rank{'s' * (len(ranks) > 1)} {listed}, not for rank {self._rank}"
 
     def _advice(self, reasons: tuple[str, ...]) -> str:
         tensors = self._live.known["state"]["tensors"]
         if any(" meta" in spelled for spelled in tensors.values()):
             return (
-                "Tensors on the meta device have no memory: give them some (module.to_empty(device=...), then "
-                "load_state_dict) before the model is loaded."
+                "Tensors on the meta device have no storage. Materialize the model before loading it: "
+                "module.to_empty(device=...), then load_state_dict."
             )
         if any(reason.startswith("model.class was ") for reason in reasons):
             return (
-                "A class is known by the module that it is imported from: import it as it was when the model was "
-                "warmed, or warm it by the name that it has here (`cgtool warm MODULE:FACTORY`)."
+                "A class is identified by the module it is imported from. Import it under the same name as when the "
+                "model was warmed, or warm it under the name used here (`cgtool warm MODULE:FACTORY`)."
             )
-        return "Warm the model again as it is now, or undo the change."
+        return "Warm the model again, or undo the change."
 
-    def _others(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return entries that the facts did not lead to and that are of a model of the same class.
+    def _same_class(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return entries that the lookup key missed and that belong to a model of the same class, with their reasons.
 
-        One of that name in another module is the same where its tensors are: a file is imported by several names.
+        A class of the same name in another module counts if its tensors are equal: one file may be imported under
+        several names.
         """
         known = self._live.known
         found: list[tuple[str, tuple[str, ...]]] = []
-        for hash_ in self._layout.hashes()[:_MAX_LOOKED_AT]:
+        for hash_ in self._layout.hashes()[:_MAX_COMPARED]:
             name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
             try:
                 records = self._trust.read(self._layout, name)
@@ -284,44 +286,44 @@ class Finder:
                 continue
             if key is None:
                 continue
-            is_of_its_name = _class_name(key.value("model")) == _class_name(known["model"])
-            if key.value("model") == known["model"] or (is_of_its_name and key.value("state") == known["state"]):
+            has_same_name = _class_name(key.value("model")) == _class_name(known["model"])
+            if key.value("model") == known["model"] or (has_same_name and key.value("state") == known["state"]):
                 found.append((hash_, differences_now(key, self._live)))
         return [(hash_, reasons) for hash_, reasons in found if reasons]
 
 
 def _class_name(model: Json) -> str | None:
-    """Return the name that a class has in its module; None for what another cgtool may have written there."""
+    """Return the class's name within its module; None for a factor that another cgtool version wrote differently."""
     named = model.get("class") if isinstance(model, dict) else None
     return named.partition(":")[2] if isinstance(named, str) else None
 
 
-#: Makes a function from an artifact: (adaptor, bytes, the piece's graph at the artifact's shape).
+#: Opens an artifact as a function: (adaptor, bytes, the piece's graph at the artifact's shape).
 Opener = Callable[[str, bytes, PieceGraph], Boxed]
 
 
 def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool = False) -> LoadedModel:
-    """Return the callable that serves `module` from an entry that was found for it.
+    """Open an entry as a callable that serves `module`.
 
     Args:
         found: The entry.
         module: The live model.
-        opener: Opens one artifact of an adaptor that needs more than torch; those of `aot_inductor` and `eager` are
+        opener: Opens an artifact of an adaptor that needs more than torch; artifacts of `aot_inductor` and `eager` are
             opened here.
-        recheck_calls: Whether each call looks at all live objects, as `recheck` does.
+        recheck_calls: Whether each call checks all live objects, as `recheck` does.
 
     Raises:
         CacheCorruptError: An artifact's bytes differ from their digest.
-        ArtifactError: An artifact cannot be opened here, or not for the model's device, or a piece has none. A call
-            raises it too, where it is the first to choose an artifact.
-        GuardError: A tensor of the model is of another make than when it was compiled.
+        ArtifactError: An artifact cannot be opened on this machine or for the model's device, or a piece has no
+            artifact. A call that is the first to select an artifact may raise it too.
+        GuardError: A tensor of the model has a different dtype, shape or layout than when it was compiled.
     """
     register_groups()
     index = first_index(module, found.plan)
-    if index and (named := sorted({row.adaptor for row in found.entry.manifest.rows} & _OF_THE_FIRST_DEVICE)):
+    if index and (adaptors := sorted({row.adaptor for row in found.entry.manifest.rows} & _FIRST_DEVICE_ONLY)):
         msg = (
-            f"What {named[0]} compiled runs on the first device alone, and this model is on device {index}. Let this "
-            f"process see that one alone (CUDA_VISIBLE_DEVICES={index}), or warm with aot_inductor."
+            f"Code compiled by {adaptors[0]} runs on the first visible device only, and this model is on device "
+            f"{index}. Set CUDA_VISIBLE_DEVICES={index} for this process, or warm with aot_inductor."
         )
         raise ArtifactError(msg, path=found.entry.name.hash, expected=0, actual=index)
     plan = found.plan
@@ -345,7 +347,7 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
 
 
 def _pieces(found: Found, open_now: Callable[[str, bytes, Step, Bounds], Boxed]) -> dict[tuple[int, int], list[Choice]]:
-    """Return what serves each piece of each variant, by (variant, piece), what is to be preferred first."""
+    """Return the choices for each piece of each variant, by (variant, piece), in order of preference."""
     opened: dict[tuple[str, str, str, str], tuple[Unopened, tuple[str, ...]]] = {}
     pieces: dict[tuple[int, int], list[Choice]] = {}
     plan, manifest = found.plan, found.entry.manifest
@@ -355,13 +357,13 @@ def _pieces(found: Found, open_now: Callable[[str, bytes, Step, Bounds], Boxed])
         step = steps[row.variant].get(row.piece_index) if row.variant < len(steps) else None
         if step is None:
             msg = (
-                f"The manifest names piece {row.piece_index} of variant {row.variant}, which its plan has not. "
+                f"The manifest lists piece {row.piece_index} of variant {row.variant}, which is not in the plan. "
                 "Warm the model again."
             )
             raise ArtifactError(msg, path=found.entry.name.hash)
         bounds = symbol_bounds(plan.variants[row.variant], row.shape)
         digest = row.artifact.digest
-        # What the graph at this shape is made from: its own identity would have to be computed for each row.
+        # These determine the graph at this shape; computing its identity for each row would be slow.
         key = digest, step.graph, repr(row.shape), repr(step.symbols)
         if key not in opened:
             code = code_of(read[digest], row, step.graph)
@@ -375,25 +377,27 @@ def _pieces(found: Found, open_now: Callable[[str, bytes, Step, Bounds], Boxed])
 
 def _backend(choices: list[Choice]) -> PiecewiseBackend:
     return PiecewiseBackend(
-        general=next((one.function for one in choices if not one.bounds), None),
-        choices=[one for one in choices if one.bounds],
+        general=next((choice.function for choice in choices if not choice.bounds), None),
+        choices=[choice for choice in choices if choice.bounds],
     )
 
 
 def _is_from_data(guard: str, variant: Variant) -> bool:
-    """Return whether a guard speaks of a size that is known only while the program runs."""
+    """Return whether a guard uses a size that is known only while the program runs."""
     return not set(symbols_of(guard)) <= {symbol.name for symbol in variant.symbols}
 
 
 def _with_added_guards(plan: Plan, pieces: Mapping[tuple[int, int], list[Choice]]) -> Plan:
-    """Return the plan with what the compiler relied on for the general shape among its variants' relations."""
-    if not any(one.guards for choices in pieces.values() for one in choices):
+    """Return the plan with the guards that the compiler added for the general shape among its variants' relations."""
+    if not any(choice.guards for choices in pieces.values() for choice in choices):
         return plan
     variants = []
     for index, variant in enumerate(plan.variants):
         added: dict[str, None] = dict.fromkeys(variant.relations)
         for step in variant.steps:
-            for one in pieces.get((index, step.piece), ()):
-                added.update((guard, None) for guard in one.guards if not one.bounds or _is_from_data(guard, variant))
+            for choice in pieces.get((index, step.piece), ()):
+                added.update(
+                    (guard, None) for guard in choice.guards if not choice.bounds or _is_from_data(guard, variant)
+                )
         variants.append(replace(variant, relations=tuple(added)))
     return replace(plan, variants=tuple(variants))

@@ -272,7 +272,7 @@ def test_a_home_that_cannot_be_made_is_a_sentence(tmp_path):
     assert "--cache-dir" in done.err
     program = LOAD.format(here=str(HERE), root="")
     done = forked(program, env=environment(**env), cwd=tmp_path)
-    assert "CacheMissError: There is nothing for this model" in done.err
+    assert "has no entry for this model" in done.err
 
 
 def test_a_spec_with_a_hostile_prefix_leaves_the_cache(tmp_path):

@@ -79,5 +79,5 @@ def test_load_with_a_failing_syscall_succeeds_or_raises_but_never_misses(tmp_pat
         if ended.code == TOLD:
             assert str(tmp_path) in ended.said, call
             assert "nothing has been warmed" not in ended.said.lower(), call
-            assert "There is nothing for this model" not in ended.said, call
+            assert "has no entry for this model" not in ended.said, call
         loads(tmp_path)

@@ -109,7 +109,9 @@ def test_junk_in_the_lookup_leads_nowhere(model, cache):
 
 def test_an_empty_or_missing_cache_says_what_to_do(model, tmp_path):
     for root in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CacheMissError, match=r"nothing for this model in .* Warm it first") as caught:
+        with pytest.raises(
+            CacheMissError, match=r"has no entry for this model: nothing has been warmed .* Warm it first"
+        ) as caught:
             cgtool.load(model, cache_dir=root)
         assert caught.value.reasons == ("nothing has been warmed for this model",)
     assert list(tmp_path.iterdir()) == []
