@@ -1,24 +1,24 @@
-"""Opening the packages of AOTInductor: native code becomes a function, with torch alone.
+"""Open AOTInductor packages as functions, with torch alone.
 
-torch's loader opens paths. It is given a private folder whose native code is a link to a file that lies in memory and
-holds the very bytes whose digest was checked. So nothing is unpacked to a disk: a full, tiny or noexec temporary folder
-serves, and the folder is gone when the package is open. A torch that opens no folders (before 2.13) unpacks the package
-itself, into /tmp; that is removed too as soon as the package is open. What a killed process left of its folder is
-removed by the next that makes one there.
+torch's loader opens paths. It is given a private folder in which the native code is a symlink to an in-memory file with
+the verified bytes. Nothing is unpacked to disk, so a full, tiny or noexec temporary folder is good enough, and the
+folder is removed once the package is open. A torch that cannot open folders (before 2.13) unpacks the package itself,
+into /tmp; those files are also removed once the package is open. A folder left behind by a killed process is removed by
+the next process that creates one in the same place.
 
-Outputs that are views of what the code was given or gave stand in the package's metadata as JSON::
+Outputs that are views of the native code's inputs or outputs are described in the package's metadata as JSON::
 
     outputs = [output...]                          the piece's outputs, in order
-    output  = [source, index]                      the very tensor: "native" 0 is the first that the native code gives,
-                                                   "input" 1 the second that the piece takes (its constants are last)
+    output  = [source, index]                      a whole tensor: "native" 0 is the native code's first output,
+                                                   "input" 1 the piece's second input (its constants come last)
             | [source, index, [dim...], [dim...], dim]   a view of it by sizes, strides and an offset, in elements
-            | [source, index, [dim...], [dim...], dim, dtype]   the same, of elements of another dtype
+            | [source, index, [dim...], [dim...], dim, dtype]   the same, with elements of another dtype
     dim     = int | an expression over the piece's symbols (`cgtool.graph.expressions`)
 
-Code for accelerators works on a copy of an input that does not begin at a multiple of 16 bytes, which is right for what
-is read alone. The metadata says what is written to, and what was written to a copy is copied back::
+Code for accelerators copies an input that is not aligned to 16 bytes, which is correct only for inputs that it does not
+write to. The metadata lists the inputs that are written to, and writes to their copies are copied back::
 
-    written = [index...]                           absent in packages of older builds: anything may be
+    written = [index...]                           absent in packages of older builds: any input may be written to
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from cgtool.graph.values import constants_of, dtype_of, placed
 from cgtool.host import closing, opening
 from cgtool.plan.pieces import Json, PieceGraph
 from cgtool.runtime import _torch as private
-from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE, Boxed
+from cgtool.runtime.dispatch import ALIGNMENT, UNALIGNED_DEVICES, Boxed
 from cgtool.runtime.generate import Code, expression, malformed, tuple_source
 from cgtool.store.artifacts import NATIVE_FILE, Package, archive_with_source, unpack
 from cgtool.store.files import FILE_LIMIT
@@ -55,34 +55,35 @@ from cgtool.threads import ForkedLock
 
 _log = logging.getLogger(__name__)
 
-#: Where torch's loader looks within a folder.
+#: The path of the model's files within a package.
 _INNER = Path("data/aotinductor/model")
-#: Linux 6.3 and newer: the file may hold code although the system's default says otherwise.
+#: Linux 6.3 and newer: allows code in the file even if the system's default does not.
 _MFD_EXEC = 0x10
-#: A line of /proc/self/maps that shows native code which torch's loader unpacked, and the folder that it made for it.
+#: A line of /proc/self/maps for native code that torch's loader unpacked, and the folder that the loader created.
 _UNPACKED = rf" (/tmp/(?:aotinductor_)?[A-Za-z0-9]{{6}})/piece/{_INNER}/{re.escape(NATIVE_FILE)}\n"
-_MORE_FILES = "Close files that this process holds open, or let it open more: `ulimit -n`."
-#: Where a private folder is made, the first that takes it: some hundred bytes are needed. None is the system's own.
-_PARENTS = ("/dev/shm", None, "/tmp", "/var/tmp")  # noqa: S108 - private folders are made within
-#: Held while torch unpacks: what one thread's opening adds to those folders is then its own.
+_MORE_FILES = "Close some of this process's open files, or raise the limit with `ulimit -n`."
+#: Parents for a private folder, tried in order; a few hundred bytes are enough. None is the system's default.
+_PARENTS = ("/dev/shm", None, "/tmp", "/var/tmp")  # noqa: S108 - a private folder is created inside
+#: Held while torch unpacks, so that new folders can be attributed to the thread that holds it.
 _unpacking = ForkedLock()
-#: Numbers the packages of this process: the system's linker takes two libraries of one path for one.
+#: Numbers the packages of this process: the dynamic linker takes two libraries with one path for the same library.
 _numbers = itertools.count()
 
 
 def open_package(data: bytes, graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
-    """Return the function that one package holds; see `Packages.open`."""
+    """Open a single package as a function; see `Packages.open`."""
     with Packages(device_index=device_index) as packages:
         return packages.open(data, graph)
 
 
 class Packages:
-    """Opens packages; in a `with` block they share one private folder, which is gone when it ends.
+    """Opens packages. In a `with` block they share a private folder, which is removed at the end of the block.
 
-    Outside of the block each gets a folder of its own. One thread at a time may be in the block.
+    Outside the block, each package uses a separate folder. Only one thread at a time may be in the block.
 
     Args:
-        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
+        device_index: The device that a device without an index refers to ("cuda" → "cuda:1"); None means the current
+            device.
     """
 
     def __init__(self, *, device_index: int | None = None) -> None:
@@ -102,18 +103,18 @@ class Packages:
             _remove(self._folder)
 
     def open(self, data: bytes, graph: PieceGraph) -> Boxed:
-        """Return the function that a package holds.
+        """Open a package as a function.
 
         Args:
-            data: The package's bytes, whose digest was checked.
+            data: The package's bytes, whose digest was verified.
             graph: The piece that was compiled.
 
         Returns:
-            A boxed function: takes a list of tensors, which it empties, and returns a list of the piece's outputs. It
-            holds Python's global lock while it runs, so that threads may call it at any time. It checks no inputs.
+            A boxed function: it takes a list of tensors, which it empties, and returns a list of the piece's outputs.
+            It holds the GIL while it runs, so any thread may call it at any time. It does not check its inputs.
 
         Raises:
-            ArtifactError: The bytes are no package, or cannot be opened here.
+            ArtifactError: The bytes are not a package, or cannot be opened on this machine.
         """
         if not self._is_entered:
             return open_package(data, graph, device_index=self.device_index)
@@ -123,11 +124,11 @@ class Packages:
                 loader = self._open_in_folder(package)
             else:
                 loader = _open_archive(package, self.device_index)
-        except RuntimeError as error:  # torch's loader has no other
+        except RuntimeError as error:  # the only error of torch's loader
             raise _cannot_open(error) from error
         run: Boxed = loader.boxed_run
-        if any(meta.device not in ANYWHERE for meta in graph.inputs):
-            run = keeping_writes(run, _written(package.metadata, graph))
+        if any(meta.device not in UNALIGNED_DEVICES for meta in graph.inputs):
+            run = with_write_back(run, _written(package.metadata, graph))
         constants = [placed(tensor, self.device_index) for tensor in constants_of(graph)]
         if OUTPUTS in package.metadata:
             run = with_views(run, package.metadata[OUTPUTS], graph, num_constants=len(constants))
@@ -151,13 +152,13 @@ class Packages:
                 for name in (native, *(f"{inner}/{name}" for name in files.keys() - package.kernels.keys())):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(name)  # noqa: PTH108 - as in `_write`
-        if package.kernels and self._folder is not None:  # torch reads them when they first run
+        if package.kernels and self._folder is not None:  # torch reads kernels when they first run
             self._keeps_kernels = True
             _folders[self._folder].owner = None
         return loader
 
     def _filled(self, files: Mapping[str, bytes]) -> str:
-        """Put a package's files into a folder that only this user can enter, and return where torch's loader looks."""
+        """Write a package's files to a folder that only this user can enter; return the path of the model's files."""
         error: OSError | None = None
         while True:
             try:
@@ -169,7 +170,7 @@ class Packages:
                     _write(f"{inner}/{name}", body)
             except StopIteration:
                 raise _no_room(error) from error
-            except OSError as failed:  # no such folder, full, read-only: another may serve
+            except OSError as failed:  # missing, full or read-only: try the next parent
                 error = error or failed
                 if self._folder is not None and not self._keeps_kernels:
                     _remove(self._folder)
@@ -179,7 +180,7 @@ class Packages:
 
 
 def _write(path: str, data: bytes) -> None:
-    with open(path, "wb") as file:  # noqa: PTH123 - a Path costs as much as the file, and a start has many
+    with open(path, "wb") as file:  # noqa: PTH123 - a Path costs as much as the write, and start-up has many
         file.write(data)
 
 
@@ -191,53 +192,54 @@ def _with_constants(run: Boxed, constants: list[torch.Tensor]) -> Boxed:
     return with_constants
 
 
-#: The metadata's name for the inputs that are written to.
+#: The metadata key of the inputs that are written to.
 WRITTEN = "CGTOOL_WRITTEN"
 
 
-def keeping_writes(run: Boxed, written: Sequence[int]) -> Boxed:
-    """Return `run` as a function whose writes reach inputs that begin anywhere."""
+def with_write_back(run: Boxed, written: Sequence[int]) -> Boxed:
+    """Wrap `run` so that its writes reach unaligned inputs."""
     if not written:
         return run
 
-    def with_writes(inputs: list[Any]) -> Any:
-        copied = [n for n in written if inputs[n].data_ptr() % ALIGNMENT]
-        if not copied:
+    def write_back(inputs: list[Any]) -> Any:
+        unaligned = [n for n in written if inputs[n].data_ptr() % ALIGNMENT]
+        if not unaligned:
             return run(inputs)
-        theirs = [inputs[n] for n in copied]
-        # ordinary tensors, which a custom op in Python may write to outside inference mode too
-        with torch.inference_mode(mode=False), torch.no_grad():
-            ours = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in theirs]
-        for n, tensor in zip(copied, ours, strict=True):
+        originals = [inputs[n] for n in unaligned]
+        with torch.inference_mode():  # allows writes to any tensor, as native code does
+            copies = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in originals
+            ]
+        for n, tensor in zip(unaligned, copies, strict=True):
             inputs[n] = tensor
-        given = run(inputs)
-        with torch.inference_mode():  # in which any tensor may be written to, as native code does
-            for tensor, copy in zip(theirs, ours, strict=True):
+        outputs = run(inputs)
+        with torch.inference_mode():
+            for tensor, copy in zip(originals, copies, strict=True):
                 tensor.copy_(copy)
-        return given
+        return outputs
 
-    return with_writes
+    return write_back
 
 
 def _written(metadata: Mapping[str, str], graph: PieceGraph) -> Sequence[int]:
-    found = json.loads(metadata.get(WRITTEN, "null"))
-    if found is None:  # nothing writes to an expanded tensor
+    written = json.loads(metadata.get(WRITTEN, "null"))
+    if written is None:  # no code writes to an expanded tensor
         return [n for n, meta in enumerate(graph.inputs) if 0 not in meta.stride]
-    if type(found) is not list or not all(type(n) is int and n in range(len(graph.inputs)) for n in found):
-        raise malformed("inputs that are written to", found)
-    return found
+    if type(written) is not list or not all(type(n) is int and n in range(len(graph.inputs)) for n in written):
+        raise malformed("list of written inputs", written)
+    return written
 
 
 _NAME = "cgtool-[0-9a-f]{16}"
 
 
 class _Folder(msgspec.Struct):
-    """A private folder that is there.
+    """A private folder that exists.
 
     Args:
-        process: What made it.
-        owner: What removes it; None: it stays until the process ends.
-        held: The descriptor that holds it.
+        process: The process that created it.
+        owner: The object that removes it; None keeps it until the process exits.
+        held: The descriptor that holds its lease.
     """
 
     process: int
@@ -245,31 +247,31 @@ class _Folder(msgspec.Struct):
     held: list[int] = []
 
 
-#: Ctrl-C may fall into the midst of making or removing one: then it goes with the next, or as the process ends.
+#: If Ctrl-C interrupts creating or removing a folder, the next load or the end of the process removes it.
 _folders: dict[Path, _Folder] = {}
 
 
 def _new_folder(parent: str, owner: Packages) -> Path:
     _sweep(parent)
     folder = Path(parent) / f"cgtool-{os.urandom(8).hex()}"
-    made = _folders[folder] = _Folder(process=os.getpid(), owner=weakref.ref(owner))
+    record = _folders[folder] = _Folder(process=os.getpid(), owner=weakref.ref(owner))
     try:
         folder.mkdir(mode=0o700)
     except OSError:
         del _folders[folder]  # not ours
         raise
-    with contextlib.suppress(OSError):  # without a lock on it, its youth protects it
-        hold_folder(folder, made.held)
+    with contextlib.suppress(OSError):  # an unlocked folder is protected by its age
+        hold_folder(folder, record.held)
     return folder
 
 
 def _sweep(parent: str) -> None:
-    """Remove what killed processes of this user left, and what interrupted loads of this process did."""
-    for folder, made in list(_folders.items()):
-        if made.process == os.getpid() and made.owner is not None and made.owner() is None:
+    """Remove folders left behind by killed processes of this user and by interrupted loads of this process."""
+    for folder, record in list(_folders.items()):
+        if record.process == os.getpid() and record.owner is not None and record.owner() is None:
             _remove(folder)
     with contextlib.suppress(OSError):
-        for name in os.listdir(parent):  # noqa: PTH208 - names alone
+        for name in os.listdir(parent):  # noqa: PTH208 - only names are needed
             if not name.startswith("cgtool-") or not re.fullmatch(_NAME, name):
                 continue
             folder = Path(parent, name)
@@ -278,29 +280,29 @@ def _sweep(parent: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    if folder in _folders:  # first: its descriptor may be the one that listing the folder lacks
+    if folder in _folders:  # first: this may free the descriptor that listing the folder needs
         closing(_folders[folder].held)
     with contextlib.suppress(OSError):
-        # Not rmtree: Ctrl-C may have it keep a descriptor, or fail with another error.
+        # Not rmtree: interrupted by Ctrl-C, it may leak a descriptor or fail with another error.
         for base, _, names in os.walk(folder, topdown=False):
             for name in names:
                 Path(base, name).unlink()
             Path(base).rmdir()
-    if not folder.exists():  # else no descriptor was left to list it with: it goes as the process ends
+    if not folder.exists():  # otherwise no descriptor was free to list it: it is removed when the process exits
         _folders.pop(folder, None)
 
 
 @atexit.register
 def _remove_all() -> None:
-    for folder, made in list(_folders.items()):
-        if made.process == os.getpid():  # a fork leaves alone what its parent uses
+    for folder, record in list(_folders.items()):
+        if record.process == os.getpid():  # a forked child must not remove its parent's folders
             _remove(folder)
 
 
 def _open_archive(package: Package, device_index: int | None) -> Any:
     data = archive_with_source(package)
     with _unpacking, _in_memory(data) as path:
-        kept = bool(package.kernels)  # torch reads them when they first run; code that is mapped needs no file
+        kept = bool(package.kernels)  # torch reads kernels when they first run; mapped code needs no file
         before = set() if kept else _unpacked_folders()
         loader = _open_on_disk(data, device_index) if path is None else private.open_package(path, device_index)
         if not kept:
@@ -320,19 +322,19 @@ def _open_on_disk(archive: bytes, device_index: int | None) -> Any:
 
 
 def _unpacked_folders() -> set[str]:
-    """Return the folders into which torch unpacked the packages that are open."""
-    # thousands of lines, where there is a GPU
+    """Return the folders into which torch unpacked the open packages."""
+    # One regular expression over the whole file: with a GPU, it has thousands of lines.
     return set(re.findall(_UNPACKED, Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")))
 
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[str | None]:
-    """Yield a path that leads to these bytes in memory, or None where the system keeps code out of memory files."""
+    """Yield the path of an in-memory file with these bytes, or None if the system does not allow code in such files."""
     for flags in (os.MFD_CLOEXEC | _MFD_EXEC, os.MFD_CLOEXEC):
         try:
             [descriptor] = opening(os.memfd_create, "cgtool-package", flags)
         except OSError as error:
-            _log.debug("No memory file with flags %#x: %s", flags, error)
+            _log.debug("memfd_create with flags %#x failed: %s", flags, error)
             continue
         try:
             try:
@@ -348,41 +350,43 @@ def _in_memory(data: bytes) -> Iterator[str | None]:
 
 
 def _no_room(error: OSError | None) -> NoRoomError:
-    said = error.strerror if error is not None else "there is none"
+    reason = error.strerror if error is not None else "no folder exists"
     if error is not None and error.errno in {errno.EMFILE, errno.ENFILE}:
-        return NoRoomError(f"A package cannot be opened: {said}. {_MORE_FILES}", actual=str(error))
+        return NoRoomError(f"A compiled package cannot be opened: {reason}. {_MORE_FILES}", actual=str(error))
     return NoRoomError(
-        f"No temporary folder takes the few hundred bytes that opening a package needs ({said}). Set TMPDIR to a "
-        "folder that can be written.",
+        "Opening a compiled package needs a few hundred bytes in a temporary folder, and none can be written to "
+        f"({reason}). Set TMPDIR to a writable folder.",
         actual=str(error),
     )
 
 
 def _no_memory_file(error: OSError, size_bytes: int) -> NoRoomError:
-    said = FILE_LIMIT if error.errno == errno.EFBIG else f"{error.strerror}. Free some memory"
-    msg = f"A package of {size_bytes} bytes cannot be opened from a file in memory: {said}."
+    reason = FILE_LIMIT if error.errno == errno.EFBIG else f"{error.strerror}. Free some memory"
+    msg = f"A compiled package of {size_bytes} bytes cannot be opened from an in-memory file: {reason}."
     return NoRoomError(msg, actual=str(error))
 
 
 def _cannot_open(error: RuntimeError) -> ArtifactError:
-    said = first_line(error) or "no reason given"
-    if "failed to map segment" in said or "Operation not permitted" in said:
-        advice = "Code may not run from where torch unpacks packages, /tmp: mount it without noexec, or use torch 2.13."
-        return NoRoomError(f"Torch could not open a package: {said}. {advice}", actual=said)
-    if "out of memory" in said or "allocate memory" in said:
-        return NoRoomError(f"Torch could not open a package: {said}. Free some memory, and load again.", actual=said)
-    if os.strerror(errno.EMFILE) in said or os.strerror(errno.ENFILE) in said:
-        return NoRoomError(f"Torch could not open a package: {said}. {_MORE_FILES}", actual=said)
-    if "undefined symbol" in said:
-        advice = "It was compiled for another build of torch: warm again with this one."
-    elif "chema" in said or "perator" in said:
-        advice = "It calls a custom op that nothing has registered yet: import the module that does, then load."
+    reason = first_line(error) or "no reason given"
+    advice = None
+    if "failed to map segment" in reason or "Operation not permitted" in reason:
+        advice = "torch unpacks packages to /tmp, where code cannot run: mount it without noexec, or use torch 2.13."
+    elif "out of memory" in reason or "allocate memory" in reason:
+        advice = "Free some memory, then load again."
+    elif os.strerror(errno.EMFILE) in reason or os.strerror(errno.ENFILE) in reason:
+        advice = _MORE_FILES
+    if advice is not None:
+        return NoRoomError(f"torch could not open a compiled package: {reason}. {advice}", actual=reason)
+    if "undefined symbol" in reason:
+        advice = "It was compiled for a different build of torch. Warm the model again with this build."
+    elif "chema" in reason or "perator" in reason:
+        advice = "It calls a custom op that is not registered. Import the module that registers the op, then load."
     else:
-        advice = "Warm again with what is here now."
-    return ArtifactError(f"Torch could not open a package: {said}. {advice}", actual=said)
+        advice = "Warm the model again in this environment."
+    return ArtifactError(f"torch could not open a compiled package: {reason}. {advice}", actual=reason)
 
 
-#: The metadata's name for how outputs are made.
+#: The metadata key of the outputs' descriptions.
 OUTPUTS = "CGTOOL_OUTPUTS"
 _SOURCES = frozenset({"input", "native"})
 _SYMBOL = r"s(0|[1-9][0-9]*)"
@@ -390,16 +394,16 @@ _WHOLE, _VIEW, _VIEW_AS = 2, 5, 6
 
 
 def with_views(run: Boxed, outputs: str, graph: PieceGraph, *, num_constants: int) -> Boxed:
-    """Return `run` as a function that gives the piece's outputs.
+    """Wrap `run` so that it returns the piece's outputs.
 
     Args:
         run: The native code.
-        outputs: The JSON of the grammar above.
+        outputs: JSON of the grammar in the module's docstring.
         graph: The piece.
-        num_constants: How many constants `run` takes after the piece's inputs.
+        num_constants: The number of constants that `run` takes after the piece's inputs.
 
     Raises:
-        ArtifactError: `outputs` is outside the grammar.
+        ArtifactError: `outputs` violates the grammar.
     """
     recipe = _parsed(outputs, graph)
     code = Code("outputs")
@@ -433,10 +437,7 @@ def _are_dims(entry: list[Any]) -> bool:
 
 
 def _bind_inputs(code: Code, recipe: list[Any], graph: PieceGraph, num_inputs: int) -> tuple[str, ...]:
-    """Keep the inputs that views are taken of, and the sizes that these are taken by; return the sizes' names.
-
-    Native code empties the list of inputs.
-    """
+    """Save the inputs and sizes that views need, because native code empties its input list; return the sizes' names."""
     for index in sorted({entry[1] for entry in recipe if entry[0] == "input"}):
         if index >= num_inputs:
             raise malformed("output", ["input", index])
@@ -467,7 +468,7 @@ def _part(entry: list[Json], code: Code, symbols: tuple[str, ...]) -> str:
 def _viewed_as(
     source: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """Return the memory of `source` as elements of a dtype that is no larger."""
+    """Return a view of the memory of `source` with elements of an equal or smaller dtype."""
     memory = torch.empty(0, dtype=dtype, device=source.device).set_(source.untyped_storage())
     begin = source.storage_offset() * (source.itemsize // dtype.itemsize)
-    return memory.as_strided(shape, stride, begin + offset)  # within the memory, else it raises
+    return memory.as_strided(shape, stride, begin + offset)  # raises if the view exceeds the memory

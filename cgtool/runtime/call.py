@@ -1,4 +1,4 @@
-"""The callable that serves a model from its plan and opened artifacts."""
+"""The callable that runs a model from its plan and opened artifacts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cgtool.runtime.program import Program, ProgramWriter, WrapPiece, check_step
 from cgtool.runtime.weights import StructureChangedError, Weights, is_weight, place_of
 from cgtool.threads import ForkedLock
 
-#: Methods of a module that return it, to be chained: here they return the callable.
+#: Methods that return the module for chaining; through the callable they return the callable.
 _CHAINED = frozenset(
     {"eval", "train", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type", "requires_grad_", "apply"}
     | {"share_memory", "zero_grad"}
@@ -37,28 +37,28 @@ _CHAINED = frozenset(
 
 
 class AsModule(abc.ABC):
-    """Has every attribute of `module` that it has not itself: `state_dict`, `parameters`, `eval`, `to`, `config`, ...
+    """Forwards attributes to `module`: `state_dict`, `parameters`, `eval`, `to`, `config`, ...
 
-    What is set or deleted is set and deleted there, too, so that calls see it: `served.cache = None`.
+    Setting or deleting an attribute sets or deletes it on the module, so that calls see it: `served.cache = None`.
 
     Attributes:
         module: The live model.
     """
 
     module: nn.Module
-    #: The attributes that are its own, and not the model's.
+    #: Attributes that are stored on this object rather than on the module.
     _OWN: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def recheck(self) -> None:
-        """Check every guard on the model and on globals again, after the model was changed on purpose.
+        """Check all guards on the model and on globals again, after a deliberate change to the model.
 
         Raises:
-            GuardError: Some fact that the model was compiled with no longer holds; the message names it.
+            GuardError: A guard no longer holds; the message names it.
         """
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module" or name.startswith("__"):  # not there yet, or asked for by copy and pickle
+        if name == "module" or name.startswith("__"):  # not set yet, or looked up by copy and pickle
             raise AttributeError(name)
         value = getattr(self.module, name)
         if name not in _CHAINED:
@@ -84,32 +84,32 @@ class AsModule(abc.ABC):
             delattr(self.module, name)
 
 
-#: What an attempt returns where no variant serves the call.
+#: Returned by an attempt if no variant accepts the call.
 NOT_SERVED: Any = object()
 
-_INFERENCE = "Compiled entries are for inference"
+_INFERENCE_ONLY = "Compiled models are for inference only"
 
 
 class LoadedModel(AsModule):
-    """A model that runs from compiled pieces: takes what its method takes, returns what it returns.
+    """A model that runs from compiled pieces, with the arguments and the return value of its method.
 
-    A call is checked against each variant's guards in the order of the plan, and the first that accepts runs. Values of
-    parameters and buffers are read at every call; see `cgtool.runtime.weights` for what may change after load. Several
-    threads may call one object at once. A variant's functions are written when a call first comes to it, those of the
-    first variant at once.
+    Each call is checked against the guards of the variants in plan order, and the first variant that accepts it runs.
+    Parameters and buffers are read at every call; `cgtool.runtime.weights` describes what may change after load.
+    Several threads may call one object at once. A variant's functions are generated when a call first reaches the
+    variant; those of the first variant are generated at once.
 
     Args:
-        module: The live model, whose guards were checked by the loader.
+        module: The live model, whose guards the loader has checked.
         plan: The plan.
-        opened: (variant index, piece index) → the functions of that piece; splitting pieces have none.
-        device_index: What a device without an index means; None: the current one.
-        variables: The variables of the environment that the model reads, as they were when it was compiled.
-        recheck_calls: Whether each call checks all that `recheck` does.
+        opened: (variant index, piece index) → the functions of that piece. Splitting pieces are absent.
+        device_index: The device that a device without an index refers to; None means the current device.
+        variables: The environment variables that the model reads, with their values at compile time.
+        recheck_calls: Whether each call makes all the checks of `recheck`.
 
     Raises:
-        ArtifactError: The plan holds something outside its grammar, or a piece was not opened.
-        GuardError: A tensor of the model is of another make than when it was compiled.
-        ModelError: The method shows no signature.
+        ArtifactError: The plan violates its grammar, or a piece was not opened.
+        GuardError: A tensor of the model has a different dtype, shape or layout than when it was compiled.
+        ModelError: The method has no signature that can be inspected.
     """
 
     _OWN = frozenset(
@@ -141,7 +141,7 @@ class LoadedModel(AsModule):
         self._graphs = plan.graphs if isinstance(plan.graphs, Graphs) else _as_read(plan.graphs)
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
-        self._lock = ForkedLock()  # held while a variant's functions are written: variants share what they are made of
+        self._lock = ForkedLock()  # held while a variant's functions are generated: variants share their parts
         self._wrap: WrapPiece | None = None
         self._variants = self._serve()
 
@@ -149,11 +149,11 @@ class LoadedModel(AsModule):
         """Call the model.
 
         Raises:
-            TypeError: The call does not fit the model's method.
-            GuardError: No variant serves this call, the model is in training mode, gradients are needed, or the model
+            TypeError: The arguments do not match the signature of the model's method.
+            GuardError: No variant accepts this call, the model is in training mode, gradients are needed, or the model
                 changed since it was compiled.
-            ArtifactError: An op returned something else than its fake implementation promised, or what this call needs
-                first cannot be opened here.
+            ArtifactError: An op's result differs from what its fake implementation promised, or an artifact that this
+                call is the first to need cannot be opened on this machine.
         """
         answer = self.attempt(*args, **kwargs)
         if answer is NOT_SERVED:
@@ -161,13 +161,16 @@ class LoadedModel(AsModule):
         return answer
 
     def attempt(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, or return `NOT_SERVED` where no variant serves this call; raises what a call does else."""
+        """Call the model, or return `NOT_SERVED` if no variant accepts this call. Otherwise raises as a call does."""
         values = self._bind(*args, **kwargs)
         if self.module.training:
-            msg = f"The model is in training mode. {_INFERENCE}: call model.eval() first."
+            msg = f"The model is in training mode. {_INFERENCE_ONLY}: call model.eval() first."
             raise GuardError(msg, path="training", expected=False, actual=True)
         if is_traced():
-            msg = "torch.jit.trace sees no op of compiled code, and would record a constant: trace the model itself."
+            msg = (
+                "torch.jit.trace cannot see ops inside compiled code and would record the result as a constant. "
+                "Trace the original model instead."
+            )
             raise GuardError(msg, path="jit.trace", expected=False, actual=True)
         if self._recheck_calls:
             self._check_live()
@@ -178,11 +181,11 @@ class LoadedModel(AsModule):
         try:
             return self._run(values)
         except StructureChangedError as error:
-            msg = "The model's modules change while it is called: change them between calls only."
+            msg = "The model's modules changed during a call. Change them only between calls."
             raise GuardError(msg) from error
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether some variant's guards accept this call; nothing is run."""
+        """Return whether any variant's guards accept this call, without running it."""
         values = self._bind(*args, **kwargs)
         for served in self._variants:
             accepted = self._ready(served).accept(*values)
@@ -205,12 +208,15 @@ class LoadedModel(AsModule):
             if torch.is_grad_enabled():
                 self._refuse_gradients(served, tensors, weights, needs_grad=needs_grad)
             if in_dual_level():
-                msg = f"A dual level of torch.autograd.forward_ad is entered. {_INFERENCE}: leave it before the call."
+                msg = (
+                    f"A dual level of torch.autograd.forward_ad is active. {_INFERENCE_ONLY}: exit the dual level "
+                    "before the call."
+                )
                 raise GuardError(msg, path="forward_ad", expected=False, actual=True)
             try:
                 answer = served.program(tensors, sizes, passed, weights, table)
             except RuntimeError as error:
-                from cgtool.runtime.explain import call_failure  # as for a refusal
+                from cgtool.runtime.explain import call_failure  # imported lazily: only failures need it
 
                 failure = call_failure(error, self.plan.method, served.variant, sizes, (*tensors, *weights))
                 if failure is None:
@@ -223,16 +229,17 @@ class LoadedModel(AsModule):
         return NOT_SERVED
 
     def recheck(self) -> None:
-        """See `AsModule`."""
+        """Check all guards on the model and on globals again; see `AsModule.recheck`."""
         self._check_live()
-        # Replaced as a whole: a call that runs meanwhile keeps what it began with.
+        # Replaced as a whole: a call that is running keeps the variants it started with.
         self._variants = self._serve()
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that calls read without getting them, as they are now, by source.
+        """Return the current tensors that calls read from the model rather than from their arguments, by source.
 
         Raises:
-            GuardError: One is gone or of another make, or the module tree is not the one that was compiled.
+            GuardError: A tensor is gone or has a different dtype, shape or layout, or the module tree differs from the
+                one that was compiled.
         """
         try:
             return self._live_tensors()
@@ -245,14 +252,14 @@ class LoadedModel(AsModule):
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """The places of the model that calls leave something in, by source."""
-        return tuple(dict.fromkeys(one.place for variant in self.plan.variants for one in variant.kept))
+        """The sources of the model's attributes and items that calls assign to."""
+        return tuple(dict.fromkeys(write.place for variant in self.plan.variants for write in variant.kept))
 
     def open_all(self) -> None:
-        """Open every artifact and write every variant's functions now, so that no call waits for them.
+        """Open every artifact and generate every variant's functions now, so that no call has to wait for them.
 
         Raises:
-            ArtifactError: One cannot be opened here.
+            ArtifactError: An artifact cannot be opened on this machine.
         """
         for backend in self._opened.values():
             backend.open_all()
@@ -268,7 +275,7 @@ class LoadedModel(AsModule):
             variables=self._environment,
             recheck_calls=self._recheck_calls,
         )
-        model.recheck()  # a model may copy itself in a way of its own
+        model.recheck()  # a model's own __deepcopy__ may change it
         return model
 
     def __copy__(self) -> LoadedModel:
@@ -277,62 +284,62 @@ class LoadedModel(AsModule):
         return model
 
     def __reduce__(self) -> Any:
-        msg = "What was loaded cannot be pickled. Send the model itself, and call cgtool.load where it arrives."
+        msg = "A loaded model cannot be pickled. Send the original model, and call cgtool.load in the other process."
         raise UsageError(msg, path="pickle")
 
     def alone(self, variant: int) -> LoadedModel:
-        """Return a callable that serves what one variant serves, and nothing else."""
+        """Return a copy that accepts only the calls of one variant."""
         model = copy.copy(self)
-        model._variants = [self._variants[variant]]  # noqa: SLF001 - it is one of these
+        model._variants = [self._variants[variant]]  # noqa: SLF001 - an object of this class
         return model
 
     def wrap_pieces(self, wrap: WrapPiece) -> None:
-        """Call what `wrap` returns in place of the function of each compiled piece, from now on.
+        """Replace the function of each compiled piece by what `wrap` returns for it, from now on.
 
         Args:
-            wrap: Is called once for each function of each piece, when a call first needs it.
+            wrap: Called once for each function of each piece, when a call first needs it.
         """
         self._wrap = wrap
         self._variants = self._serve()
 
     def _check_live(self) -> None:
-        """Check the live objects that the plan speaks of, and the variables of the environment."""
+        """Check the guards on live objects, and the environment variables that the model reads."""
         roots = Roots(self.module, self._signature.method)
         failures = failures_of((variant.model_guards for variant in self.plan.variants), roots)
-        said = [(source_words(failure.guard.source), failure.sentence) for failure in failures]
+        problems = [(source_words(failure.guard.source), failure.sentence) for failure in failures]
         if self._environment != (now := variables_now(self._environment)):
-            from cgtool.store.key import difference_between  # kept off the way of a hit
+            from cgtool.store.key import difference_between  # imported lazily: a hit does not need it
 
-            differing = difference_between("variables", self._environment, now)
-            said += [(difference.path, difference.sentence) for difference in differing]
-        if said:
-            path, first = said[0]
-            more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-            msg = f"{first.rstrip('.')}{more}. Put it back as it was, or warm again with the model as it is now."
-            raise GuardError(msg, path=path, actual=tuple(sentence for _, sentence in said))
+            changed = difference_between("variables", self._environment, now)
+            problems += [(difference.path, difference.sentence) for difference in changed]
+        if problems:
+            path, first = problems[0]
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            msg = f"{first.rstrip('.')}{more}. Undo the change, or warm the model again."
+            raise GuardError(msg, path=path, actual=tuple(sentence for _, sentence in problems))
 
     def _serve(self) -> list[_Served]:
         shared: dict[Any, Weights] = {}
         variants = []
-        # The plan holds an input once, however many variants have it: its place in memory tells it from others.
+        # Variants that share an input share its record, so its id identifies it.
         distinct = {id(item): item for variant in self.plan.variants for item in variant.inputs}
-        kept = self.keeps  # what a call leaves in the model, the next one looks at
+        kept = self.keeps  # a call assigns to these, so the next call checks them as it checks its arguments
         are_weights = {at for at, item in distinct.items() if is_weight(item) and not leads_to(item.source, kept)}
         for index, variant in enumerate(self.plan.variants):
             weights = [i for i, item in enumerate(variant.inputs) if id(item) in are_weights]
             calls = sorted(set(range(len(variant.inputs))).difference(weights))
-            # Bound now: they hold what the module tree is, whose guards were checked.
+            # Bound now: weights record the module tree, whose guards were just checked.
             bound = self._bound(variant, tuple([variant.inputs[i] for i in weights]), shared)
             variants.append(_Served(index, variant, calls, weights, bound))
         self._ready(variants[0])
         return variants
 
     def _ready(self, served: _Served) -> _Served:
-        """Return a variant with its functions, which are written now if they were not.
+        """Return a variant after generating its functions, if that has not been done.
 
         Raises:
-            ArtifactError: The plan holds something outside its grammar, or a piece cannot be opened or is not there.
-            SourceError: An object on the way to what a guard speaks of is gone.
+            ArtifactError: The plan violates its grammar, or a piece is missing or cannot be opened.
+            SourceError: An object on the path to a guard's source is gone.
         """
         with self._lock:
             if not served.is_ready:
@@ -346,15 +353,14 @@ class LoadedModel(AsModule):
         if not needs_grad and not any(tensor.requires_grad for tensor in tensors):
             return
         items = [*served.call_inputs, *(served.variant.inputs[i] for i in served.weights)]
-        asking = (item for item, tensor in zip(items, (*tensors, *weights), strict=True) if tensor.requires_grad)
-        name = self._signature.display_name(next(asking).source)
-        msg = f"{name} requires grad and grad mode is on. {_INFERENCE}: call it under torch.no_grad()."
+        requiring = (item for item, tensor in zip(items, (*tensors, *weights), strict=True) if tensor.requires_grad)
+        name = self._signature.spoken(next(requiring).source)
+        msg = f"{name} requires grad and grad mode is on. {_INFERENCE_ONLY}: call the model under torch.no_grad()."
         raise GuardError(msg, path=name)
 
     def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception:
-        """Return the error that says why no variant serves a call: a `GuardError`, or a TypeError."""
-        # Nobody who calls the model rightly needs the words for it.
-        from cgtool.runtime.explain import Explainer, refusal
+        """Return the error that explains why no variant accepts a call: a `GuardError`, or a `TypeError`."""
+        from cgtool.runtime.explain import Explainer, refusal  # imported lazily: only refused calls need it
 
         values = self._bind(*args, **kwargs)
         misfit = self._signature.bind_error(args, kwargs)
@@ -375,7 +381,7 @@ class LoadedModel(AsModule):
         return refusal(explainers, arguments, lambda index: self._variants[index].uncovered())
 
     def _write(self, served: _Served) -> None:
-        """Write a variant's functions: what accepts a call, what opens and chooses its pieces, what runs them."""
+        """Generate a variant's functions: to accept a call, to choose and open its pieces, and to run them."""
         variant = served.variant
         symbols = check_symbols(variant)
         program = ProgramWriter(variant, self._graphs, symbols, self._eager)
@@ -401,12 +407,12 @@ class LoadedModel(AsModule):
             pieces = pieces_of(variant, self._graphs)
             served.table = ShapeTable(symbols, backends, lambda position, function: wrap(pieces[position], function))
         roots = Roots(self.module, self._signature.method)
-        served.settled = tuple((place_of(roots, one.place), decode_literal(one.after)) for one in variant.settled)
-        served.kept = tuple(place_of(roots, one.place) for one in variant.kept)
+        served.settled = tuple((place_of(roots, write.place), decode_literal(write.after)) for write in variant.settled)
+        served.kept = tuple(place_of(roots, write.place) for write in variant.kept)
         served.accept = writer.function()
 
     def _op_by_op(self, identity: str) -> Boxed:
-        """Return the function of a piece that is never compiled; graphs of one frame share its code."""
+        """Return the function of a piece that is never compiled; graphs with the same frame share its code."""
         number, frame, constants = self._graphs.parts_of(identity)
         if number not in self._makers:
             self._makers[number] = piece_maker(frame, num_holes=len(constants), device_index=self._device_index)
@@ -421,7 +427,7 @@ class LoadedModel(AsModule):
 
 
 def _on_device(program: Program, index: int) -> Program:
-    """Return a program that runs with a device as the current one: native code runs on that one's stream."""
+    """Return a program that runs with a device made current: native code uses the current device's stream."""
 
     def run(*values: Any) -> Any:
         if torch.accelerator.current_device_index() == index:
@@ -433,20 +439,20 @@ def _on_device(program: Program, index: int) -> Program:
 
 
 def _as_read(graphs: Mapping[str, PieceGraph]) -> Graphs:
-    from cgtool.plan.writing import graph_rows  # a plan that was read has them in this form
+    from cgtool.plan.writing import graph_rows  # imported lazily: a plan read from disk already has this form
 
     return Graphs(graph_rows(graphs))
 
 
 class _Served:
-    """One variant; `accept`, `table` and `program` are there once it is ready to serve.
+    """One variant with its functions; `accept`, `table` and `program` are set once it is ready.
 
     Args:
-        index: Its number in the plan.
+        index: The variant's index in the plan.
         variant: The variant.
-        calls: Positions of those of its inputs that come with a call.
-        weights: Positions of those that come from the model.
-        bound: The latter.
+        calls: Positions of the inputs that come from the call.
+        weights: Positions of the inputs that come from the model.
+        bound: The reader of the inputs that come from the model.
     """
 
     accept: Accept
@@ -460,21 +466,24 @@ class _Served:
         self.weights = weights
         self.bound = bound
         self.call_inputs = [variant.inputs[i] for i in calls]
-        #: What each call sets to a value that the plan has, and to what the program gives beside the output.
+        #: The places that each call sets to a constant of the plan, with that constant.
         self.settled: tuple[tuple[Place, Any], ...] = ()
+        #: The places that each call sets to values that the program returns beside the output.
         self.kept: tuple[Place, ...] = ()
         self.is_ready = False
 
     def uncovered(self) -> str:
         if self.table.covers_all:
-            return "where the model holds what this call reads has changed since it was loaded; recheck() says what"
-        return f"the sizes of this call were not compiled, which has {self.table.covered()}"
+            return "the model's attributes that this call reads have moved since load; recheck() reports which"
+        return f"this call's sizes were not compiled (compiled sizes: {self.table.covered()})"
 
 
 def _piece(opened: Mapping[tuple[int, int], PiecewiseBackend], variant: int, piece: int) -> PiecewiseBackend:
     backend = opened.get((variant, piece))
     if backend is None:
-        msg = f"Piece {piece} of variant {variant} has no artifact; the cache is incomplete: warm again."
+        msg = (
+            f"The cache entry is incomplete: piece {piece} of variant {variant} has no artifact. Warm the model again."
+        )
         raise ArtifactError(msg, path=(variant, piece))
     return backend
 
@@ -486,7 +495,7 @@ def _guards_of_identity(guards: Sequence[Guard]) -> Sequence[Guard]:
 
 
 def first_index(module: nn.Module, plan: Plan) -> int | None:
-    """Return the device index of the model's first tensor that is not on the CPU, where the plan has such tensors."""
+    """Return the device index of the model's first tensor off the CPU; None if the plan uses only the CPU."""
     if all(item.meta.device == "cpu" for variant in plan.variants for item in variant.inputs):
         return None
     for tensors in (module.parameters(), module.buffers()):

@@ -1,7 +1,8 @@
-"""The guards of a call as generated Python: one function per variant checks the call and reads its tensors and sizes.
+"""Call guards as generated Python: one function per variant checks a call and reads its tensors and sizes.
 
-The function takes the root locals of a call and returns what the variant's program needs, or None. It never says why:
-`cgtool.runtime.explain` does, on the slow path, from the same records. Sources of the plan are read at every call anew.
+The function takes the root locals of a call and returns the arguments of the variant's program, or None. It does not
+report a reason: `cgtool.runtime.explain` finds the reason on the slow path, from the same records. The sources of the
+plan are read anew at every call.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from cgtool.runtime.generate import Code, expression, malformed, strides_matter,
 Accepted = tuple[tuple[torch.Tensor, ...], tuple[int, ...], tuple[Any, ...]]
 Accept = Callable[..., Accepted | None]
 
-#: What a symbol of a variant is called.
+#: The pattern of a symbol's name.
 SYMBOL = "s[0-9]{1,6}"
 _SCALED = r"(?:([1-9][0-9]*) ?\* ?(s[0-9]+)|(s[0-9]+) ?\* ?([1-9][0-9]*))"
 _ACCESS = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, ZeroDivisionError, CgtoolError)
@@ -53,13 +54,13 @@ def check_symbols(variant: Variant) -> tuple[str, ...]:
 
 
 def with_sizes_from_data(variant: Variant, symbols: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a variant's symbols, and after them those of the sizes that its splitting steps find in data."""
+    """Return a variant's symbols, followed by the symbols of the sizes that its splitting steps find in data."""
     texts = (text for step in variant.steps if step.splitting for text in step.symbols.values())
     return tuple(dict.fromkeys((*symbols, *(text for text in texts if re.fullmatch(SYMBOL, text)))))
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the value of a symbol is read: `size(dim)` or `stride(dim)` of a call's tensor, divided by `factor`."""
+    """How to read the value of a symbol: `size(dim)` or `stride(dim)` of a call's tensor, divided by `factor`."""
 
     symbol: str
     tensor: int
@@ -69,10 +70,10 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_bindings(variant: Variant, inputs: Sequence[Input]) -> tuple[Binding, ...]:
-    """Return where each symbol of `variant` is read, in the order of the symbols.
+    """Return a binding for each symbol of `variant`, in the order of the symbols.
 
     Raises:
-        ArtifactError: A symbol is shown by no tensor of the call.
+        ArtifactError: A symbol cannot be read from any tensor of the call.
     """
     names = {symbol.name for symbol in variant.symbols}
     found: dict[str, Binding] = {}
@@ -80,35 +81,38 @@ def find_bindings(variant: Variant, inputs: Sequence[Input]) -> tuple[Binding, .
         if len(found) < len(names):
             for tensor, item in enumerate(inputs):
                 for dim, size in enumerate(item.meta.stride if is_stride else item.meta.shape):
-                    symbol, factor = _shown(size) if scaled else (size, 1)
+                    symbol, factor = _symbol_and_factor(size) if scaled else (size, 1)
                     if symbol in names and symbol not in found:
                         found[str(symbol)] = Binding(
                             symbol=str(symbol), tensor=tensor, dim=dim, factor=factor, is_stride=is_stride
                         )
     hidden = [symbol.name for symbol in variant.symbols if symbol.name not in found]
     if hidden:
-        msg = f"The size {hidden[0]} of the variant {variant.name!r} is shown by no tensor of a call: warm again."
+        msg = (
+            f"The size {hidden[0]} of the variant {variant.name!r} cannot be read from any tensor of a call. "
+            "Warm the model again."
+        )
         raise ArtifactError(msg, path=variant.name, actual=tuple(hidden))
     return tuple(found[symbol.name] for symbol in variant.symbols)
 
 
-def _shown(size: Dim) -> tuple[str | None, int]:
-    """Return the symbol and the factor of a size that is a multiple of one symbol."""
+def _symbol_and_factor(size: Dim) -> tuple[str | None, int]:
+    """Return the symbol and the factor of a size that is a multiple of a symbol, else (None, 1)."""
     match = re.fullmatch(_SCALED, size) if type(size) is str else None
     return (None, 1) if match is None else (match[2] or match[3], int(match[1] or match[4]))
 
 
 class AcceptWriter:
-    """Writes the function for one variant.
+    """Generates the function that accepts calls for one variant.
 
     Args:
         variant: The variant.
-        inputs: Those of its inputs that are read from the call or have symbols.
-        passed: Sources of objects that the output passes through, beside `inputs`.
+        inputs: The inputs of the variant that come from the call or have symbols.
+        passed: Sources of objects, other than `inputs`, that the output passes through.
         names: The root locals of a call.
         module: The live model.
-        method: Its bound method that was traced.
-        device_index: What a device without an index means; None: any.
+        method: The bound method that was traced.
+        device_index: The device that a device without an index refers to; None accepts any.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class AcceptWriter:
         """Return the function.
 
         Raises:
-            ArtifactError: The variant holds something outside its grammar.
+            ArtifactError: The variant violates its grammar.
             SourceError: A source is malformed.
         """
         code = self._code
@@ -160,22 +164,22 @@ class AcceptWriter:
         return code.define_later("accept", self._parameters)
 
     def _tensor(self, index: int, item: Input) -> None:
-        """Everything about a tensor that has nothing to do with symbols."""
+        """Add the checks of a tensor that do not involve symbols."""
         code, meta, name = self._code, item.meta, f"x{index}"
         code.add(f"{name} = {self._reader.read(item.source)}")
         device: Any = device_of(meta.device, self._device_index)
         classes = (code.constant(torch.Tensor), code.constant(nn.Parameter))
-        kind = " and ".join(f"{code.constant(type)}({name}) is not {wanted}" for wanted in classes)
-        at = f"{name}.device != {code.constant(device)}"
+        wrong_class = " and ".join(f"{code.constant(type)}({name}) is not {cls}" for cls in classes)
+        wrong_device = f"{name}.device != {code.constant(device)}"
         if device.type == "cpu":
-            at = f"not {name}.is_cpu"
+            wrong_device = f"not {name}.is_cpu"
         elif device.index is None:
-            at = f"{name}.device.type != {code.constant(device.type)}"
+            wrong_device = f"{name}.device.type != {code.constant(device.type)}"
         tests = [
-            f"({kind})",
+            f"({wrong_class})",
             f"{name}.layout is not {code.constant(torch.strided)}",
             f"{name}.dtype is not {code.constant(dtype_of(meta.dtype))}",
-            at,
+            wrong_device,
             f"{name}.is_neg()",
             f"{name}.dim() != {len(meta.shape)}",
         ]
@@ -197,7 +201,7 @@ class AcceptWriter:
             code.add(f"if not {symbol.min} <= {symbol.name}{upper}: return None")
         for relation in variant.relations:
             if not set(symbols_of(relation)) <= set(self._symbols):
-                continue  # of sizes from data, which the program checks where it finds them
+                continue  # involves sizes from data, which the program checks once it knows them
             code.add(f"if not {self._expression(relation)}: return None")
         for index, item in enumerate(self._inputs):
             self._shape(f"x{index}", item.meta)
@@ -209,7 +213,7 @@ class AcceptWriter:
         shape = tuple_source(self._expression(size) for size in meta.shape)
         stride = tuple_source(self._expression(step) for step in meta.stride)
         code.add(f"if {name}.shape != {shape}: return None")
-        # A stride of a dimension of size 1, or of a tensor without elements, says nothing.
+        # The stride of a dimension of size 1, or of a tensor without elements, is irrelevant.
         code.add(f"if {name}.stride() != {stride} and {code.constant(strides_matter)}({name}, {stride}): return None")
 
     def _expression(self, dim: Dim) -> str:
@@ -226,15 +230,15 @@ class AcceptWriter:
         if guard.kind.startswith("apart:"):
             other = self._reader.read(guard.kind.removeprefix("apart:"))
             return f"{code.constant(are_apart)}({value}, {other}) is {bool(guard.expected)}"
-        return _quick_condition(code, guard, value) or self._any_condition(guard, value)
-
-    def _any_condition(self, guard: Guard, value: str) -> str:
-        constant = self._code.constant
-        return f"{constant(_sees)}({constant(guard.kind)}, {value}, {constant(canonical_json(guard.expected))})"
+        quick = _quick_condition(code, guard, value)
+        if quick is not None:
+            return quick
+        expected = code.constant(canonical_json(guard.expected))
+        return f"{code.constant(_equals)}({code.constant(guard.kind)}, {value}, {expected})"
 
 
 def _quick_condition(code: Code, guard: Guard, value: str) -> str | None:
-    """Return a condition for the kinds and values that calls are full of, or None for the others."""
+    """Return a fast condition for the most common kinds and values, or None for the others."""
     kind, expected = guard.kind, guard.expected
     if kind == "value" and (expected is None or type(expected) is bool):
         return f"{value} is {expected}"
@@ -242,8 +246,8 @@ def _quick_condition(code: Code, guard: Guard, value: str) -> str | None:
         same_type = f"{code.constant(type)}({value}) is {code.constant(type(expected))}"
         return f"{same_type} and {value} == {code.constant(expected)}"
     if kind == "type":
-        found = known_class(expected)
-        return None if found is None else f"{code.constant(type)}({value}) is {code.constant(found)}"
+        cls = known_class(expected)
+        return None if cls is None else f"{code.constant(type)}({value}) is {code.constant(cls)}"
     if kind == "keys" and all(type(key) is str for key in expected):
         return f"[*{value}] == {code.constant(list(expected))}"
     if kind == "empty":
@@ -252,8 +256,8 @@ def _quick_condition(code: Code, guard: Guard, value: str) -> str | None:
 
 
 def known_class(name: Json) -> type | None:
-    """Return the class of that qualified name, or None where none is imported."""
-    # A class of a call's argument is there already: nothing is imported because a plan names it.
+    """Return the class of that qualified name, or None if it has not been imported."""
+    # The class of an argument is imported already. A name in a plan must never cause an import.
     if str(name).partition(":")[0] not in sys.modules:
         return None
     try:
@@ -263,18 +267,18 @@ def known_class(name: Json) -> type | None:
     return found if isinstance(found, type) and qualified_name(found) == name else None
 
 
-def _sees(kind: str, value: Any, expected: bytes) -> bool:
-    # Compared as bytes: 1 and True are equal in Python and two things in JSON.
+def _equals(kind: str, value: Any, expected: bytes) -> bool:
+    # Compared as bytes: 1 and True are equal in Python, but not in JSON.
     return canonical_json(describe(kind, value)) == expected
 
 
 class Reader:
-    """Writes the reading of sources into a function.
+    """Generates expressions that read sources.
 
     Args:
-        code: The function that is being written.
+        code: The function that is being generated.
         module: The live model.
-        method: Its bound method that was traced.
+        method: The bound method that was traced.
         arguments: Root locals of the call → names of the function's parameters.
     """
 
@@ -285,14 +289,14 @@ class Reader:
         self._arguments = arguments or {}
 
     def read(self, text: str) -> str:
-        """Return an expression for the object that `text` names; it raises as the access does when the object is gone.
+        """Return an expression for the object that `text` names; if the object is gone, evaluating it raises.
 
-        Modules on the way from the model are looked up now and bound, so the function must be written anew when the
-        module tree changes. Their parameters, buffers and other attributes are read when the function runs.
+        Modules on the path from the model are looked up now and bound, so the function must be generated again when
+        the module tree changes. Their parameters, buffers and other attributes are read when the function runs.
 
         Raises:
-            SourceError: The source is malformed, or a module on its way is gone.
-            ArtifactError: It names an argument that the model's method does not have.
+            SourceError: The source is malformed, or a module on its path is gone.
+            ArtifactError: The source names an argument that the model's method does not have.
         """
         source = parse_source(text)
         if source.root == "self":
@@ -316,10 +320,10 @@ class Reader:
     def _from_module(self, source: Source) -> str:
         base, used = walk(self._module, source)
         rest = source.accessors[used:]
-        where = _holder(base, str(rest[0].key)) if rest and rest[0].word == "attr" else None
-        if where is None:
+        holder = _holder(base, str(rest[0].key)) if rest and rest[0].word == "attr" else None
+        if holder is None:
             return self._chain(self._code.constant(base), rest)
-        return self._chain(f"{self._code.constant(where)}[{self._code.constant(rest[0].key)}]", rest[1:])
+        return self._chain(f"{self._code.constant(holder)}[{self._code.constant(rest[0].key)}]", rest[1:])
 
     def _chain(self, text: str, accessors: tuple[Accessor, ...]) -> str:
         constant = self._code.constant
@@ -341,7 +345,7 @@ class Reader:
 
 
 def walk(module: Any, source: Source) -> tuple[Any, int]:
-    """Return the last submodule on the way from `module` along `source`, and how many accessors lead to it."""
+    """Return the last submodule on the path from `module` along `source`, and the number of accessors to it."""
     base = module
     for index, accessor in enumerate(source.accessors):
         child = _child(base, accessor)
@@ -352,7 +356,7 @@ def walk(module: Any, source: Source) -> tuple[Any, int]:
 
 
 class Places:
-    """Where a model holds what sources name; modules on the way are looked up once.
+    """Finds the dicts in which a model's modules store the objects that sources name. Modules are looked up once.
 
     Args:
         module: The live model.
@@ -360,13 +364,13 @@ class Places:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._found: dict[str, nn.Module | None] = {"self": module}
+        self._modules: dict[str, nn.Module | None] = {"self": module}
 
     def place(self, text: str) -> tuple[dict[str, Any], str] | None:
-        """Return the dict and the key under which a module of the model holds what `text` names.
+        """Return the dict and the key under which a module stores the object that `text` names.
 
         Returns:
-            None when the source is no parameter, buffer or plain attribute of a module.
+            None if the source is not a parameter, buffer or plain attribute of a module.
 
         Raises:
             SourceError: The source is malformed.
@@ -385,19 +389,19 @@ class Places:
         return None if holder is None else (holder, key)
 
     def module(self, text: str) -> nn.Module | None:
-        """Return the submodule that `text` names by attributes alone, or None where it names something else."""
-        if text not in self._found and ("[" in text or "|" in text):
-            self._found[text] = None
-        if text not in self._found:
+        """Return the submodule that `text` names by attributes alone, or None if it names something else."""
+        if text not in self._modules and ("[" in text or "|" in text):
+            self._modules[text] = None
+        if text not in self._modules:
             owner, _, name = text.rpartition(".")
             base = self.module(owner) if owner else None
-            child = None if base is None else base._modules.get(name)  # noqa: SLF001 - as above
-            self._found[text] = child if isinstance(child, nn.Module) else None
-        return self._found[text]
+            child = None if base is None else base._modules.get(name)  # noqa: SLF001 - as torch's named_modules does
+            self._modules[text] = child if isinstance(child, nn.Module) else None
+        return self._modules[text]
 
 
 def _child(base: Any, accessor: Accessor) -> nn.Module | None:
-    """Return the submodule that the accessor leads to, or None when it leads elsewhere."""
+    """Return the submodule that the accessor leads to, or None if it leads to something else."""
     if not isinstance(base, nn.Module):
         return None
     if accessor.word == "attr":
@@ -410,10 +414,10 @@ def _child(base: Any, accessor: Accessor) -> nn.Module | None:
 
 
 def _holder(base: Any, name: str) -> dict[str, Any] | None:
-    """Return the dict of a module that holds the attribute, or None when it is computed (a property)."""
+    """Return the dict of a module that stores the attribute, or None if it is computed (a property)."""
     if not isinstance(base, nn.Module):
         return None
-    for holder in (vars(base), base._parameters, base._buffers):  # noqa: SLF001 - as above; in Python's order
+    for holder in (vars(base), base._parameters, base._buffers):  # noqa: SLF001 - in the order of attribute lookup
         if name in holder:
             return holder
     return None
@@ -425,7 +429,7 @@ def _resolver(module: Any, method: Any, text: str) -> Callable[[], Any]:
 
 def _referent(base: Any) -> Any:
     if not isinstance(base, weakref.ref):
-        msg = f"{base!r} is no weak reference"
+        msg = f"{base!r} is not a weak reference"
         raise TypeError(msg)
     return base()
 

@@ -1,8 +1,8 @@
-"""Which compiled function of a piece serves a call, by its sizes, and what a shape means for a variant's symbols.
+"""Choose the compiled function of each piece by the sizes of a call, and map shapes to a variant's symbols.
 
-A concrete size wins over a range, a range over the general shape: `cgtool.plan.shapes` has the order. The decision is
-made once per call for the whole variant: `ShapeTable` turns the values of its symbols into one tuple with a function
-for every piece. Must not import torch.
+A concrete size wins over a range, and a range over the general shape (`cgtool.plan.shapes` defines the order). The
+choice is made once per call for the whole variant: `ShapeTable` maps the values of its symbols to a tuple with a
+function for every piece. Must not import torch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from cgtool.plan.shapes import Shape, shape_order, shape_text
 from cgtool.threads import ForkedLock
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-#: What code for accelerators assumes of where its inputs begin, in bytes.
+#: The alignment, in bytes, that code for accelerators assumes of its inputs.
 ALIGNMENT = 16
-#: Devices whose code reads and writes memory wherever it begins: Inductor's C++ loads vectors unaligned.
-ANYWHERE = frozenset({"cpu", "meta"})
+#: Devices whose code accepts unaligned inputs: Inductor's C++ uses unaligned vector loads.
+UNALIGNED_DEVICES = frozenset({"cpu", "meta"})
 
-#: Decisions that are remembered; more different sizes than this are decided anew each time.
-_MAX_REMEMBERED = 65536
+#: The most choices that are cached; beyond that, new sizes are resolved at every call.
+_MAX_CACHED = 65536
 
 
 class Unopened:
-    """A function that is opened when it is first wanted; two threads that want it at once get one function.
+    """A function that is opened when it is first needed; concurrent callers get the same function.
 
     Args:
-        open_now: Opens it. What this raises is raised to each who wants the function.
+        open_now: Opens the function. Its errors are raised to every caller.
     """
 
     def __init__(self, open_now: Callable[[], Boxed]) -> None:
@@ -44,23 +44,23 @@ class Unopened:
         self._function: Boxed | None = None
 
     def opened(self) -> Boxed:
-        """Return the function."""
+        """Return the function, opening it if necessary."""
         with self._lock:
             if self._function is None:
                 self._function = self._open_now()
                 count("opens")
-                del self._open_now  # and with it the bytes that it was opened from
+                del self._open_now  # also frees the bytes of the artifact
             return self._function
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that serves some sizes of a piece.
+    """A compiled function of a piece and the sizes that it covers.
 
     Args:
-        shape: Which sizes, in the names of dimensions: for an error's sentence.
-        bounds: The same by the variant's symbols, inclusive.
-        guards: What the compiler relied on, over the variant's symbols.
-        function: Serves them.
+        shape: The sizes by dimension name, for error messages.
+        bounds: The same sizes by the variant's symbols, inclusive.
+        guards: Conditions that the compiler relied on, over the variant's symbols.
+        function: The function.
     """
 
     shape: Shape
@@ -69,9 +69,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     function: Boxed | Unopened
 
     def fits(self, values: Mapping[str, int]) -> bool:
-        """Return whether it serves these values of the variant's symbols."""
+        """Return whether the function covers these values of the variant's symbols."""
         within = all(symbol in values and low <= values[symbol] <= high for symbol, (low, high) in self.bounds.items())
-        # those over sizes that come from data are checked where the program finds these
+        # The program checks guards over sizes from data, once it knows them.
         return within and all(holds(text, values) for text in self.guards if values.keys() >= set(symbols_of(text)))
 
 
@@ -79,19 +79,19 @@ class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The functions of one piece of one variant.
 
     Args:
-        general: Serves every size that the variant's symbols allow; None where only sizes or ranges were compiled. What
-            its compiler relied on are relations of the variant.
-        choices: Those for sizes and ranges, the one to be preferred first.
+        general: The function for every size that the variant's symbols allow; None if only sizes or ranges were
+            compiled. Its compiler guards are among the variant's relations.
+        choices: The functions for sizes and ranges, in order of preference.
 
-    Each function is boxed: it takes a list of tensors, which it may empty, and returns a list or tuple. One that is not
-    opened yet is opened when it is first chosen.
+    Each function is boxed: it takes a list of tensors, which it may empty, and returns a list or tuple. A function that
+    is not open yet is opened when it is first chosen.
     """
 
     general: Boxed | Unopened | None
     choices: Sequence[Choice] = ()
 
     def choose(self, values: Mapping[str, int]) -> Boxed | Unopened | None:
-        """Return the function for these values of the variant's symbols, or None when none was compiled for them."""
+        """Return the function for these values of the variant's symbols, or None if none was compiled for them."""
         return next((choice.function for choice in self.choices if choice.fits(values)), self.general)
 
     def open_all(self) -> None:
@@ -102,17 +102,17 @@ class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):
 
     def symbols(self) -> set[str]:
         """Return the symbols that the choice depends on."""
-        found = {symbol for choice in self.choices for symbol in choice.bounds}
-        return found.union(*(symbols_of(text) for choice in self.choices for text in choice.guards))
+        bounded = {symbol for choice in self.choices for symbol in choice.bounds}
+        return bounded.union(*(symbols_of(text) for choice in self.choices for text in choice.guards))
 
 
 class ShapeTable:
     """The functions of all pieces of one variant, by the values of its symbols.
 
     Args:
-        symbols: The variant's symbols, in the order in which `choose` gets their values.
+        symbols: The variant's symbols, in the order of the values passed to `choose`.
         pieces: The backends in the order of the steps.
-        wrap: Takes a position among the pieces and a function chosen there, returns what is called in its place.
+        wrap: Takes the position of a piece and a function chosen for it, and returns the function to call instead.
     """
 
     def __init__(
@@ -127,21 +127,21 @@ class ShapeTable:
         deciding = set[str]().union(*(piece.symbols() for piece in self._pieces))
         self._deciding = tuple(i for i, symbol in enumerate(self._symbols) if symbol in deciding)
         self._general = None if deciding else self._decide(())
-        # Equal keys always get equal tables, so it does not matter which thread writes one first.
-        self._remembered: dict[tuple[int, ...], tuple[Boxed, ...] | None] = {}
+        # Needs no lock: threads that resolve the same key get equal tables.
+        self._cache: dict[tuple[int, ...], tuple[Boxed, ...] | None] = {}
 
     def choose(self, values: tuple[int, ...]) -> tuple[Boxed, ...] | None:
-        """Return a function for each piece, or None when some piece has none for these sizes."""
+        """Return a function for each piece, or None if any piece has none for these sizes."""
         if self._general is not None:
             return self._general
         deciding = tuple([values[i] for i in self._deciding])
         try:
-            return self._remembered[deciding]
+            return self._cache[deciding]
         except KeyError:
             pass
         table = self._decide(values)
-        if len(self._remembered) < _MAX_REMEMBERED:
-            self._remembered[deciding] = table
+        if len(self._cache) < _MAX_CACHED:
+            self._cache[deciding] = table
         return table
 
     def _decide(self, values: tuple[int, ...]) -> tuple[Boxed, ...] | None:
@@ -159,44 +159,44 @@ class ShapeTable:
         return all(piece.general is not None for piece in self._pieces)
 
     def covered(self) -> str:
-        """Say which sizes were compiled, for an error's sentence."""
+        """Return the compiled sizes as text, for error messages."""
         shapes = [choice.shape for piece in self._pieces for choice in piece.choices]
         return ", ".join(dict.fromkeys(map(shape_text, sorted(shapes, key=shape_order)))) or "none"
 
 
-#: Symbol of a variant → its smallest and its largest size, inclusive.
+#: Symbol of a variant → its smallest and largest size, inclusive.
 Bounds = Mapping[str, tuple[int, int]]
 
 
 def symbol_bounds(variant: Variant, shape: Shape) -> Bounds:
-    """Return the bounds that a shape sets to the symbols of its variant; none where it serves all of the variant.
+    """Return the bounds of a shape on the symbols of its variant; empty if it covers all of the variant.
 
     Raises:
-        ArtifactError: The shape names a dimension that the variant does not have.
+        ArtifactError: The shape has a dimension that the variant does not have.
     """
     bounds: dict[str, tuple[int, int]] = {}
     for name, limits in shape.items():
         if name in variant.fixed:
             continue
         if name not in variant.dims:
-            msg = f"The manifest names the shape {shape_text(shape)}, whose dimension {name} its plan does not have."
+            msg = f"The manifest lists the shape {shape_text(shape)}, but its plan has no dimension {name}."
             raise ArtifactError(f"{msg} Warm the model again.", expected=sorted(variant.dims), actual=name)
         bounds.update(dict.fromkeys(variant.dims[name], limits))
     return bounds
 
 
 def graph_at(graph: PieceGraph, step: Step, bounds: Bounds) -> PieceGraph:
-    """Return a piece's graph with its own symbols at the sizes, or within the ranges, of the variant's."""
+    """Return a piece's graph with its symbols restricted to the variant's sizes or ranges."""
     if not bounds:
         return graph
-    from cgtool.graph.specialise import restrict  # most starts know one shape, the general one
+    from cgtool.graph.specialise import restrict  # imported lazily: the general shape does not need it
 
     fixed = {symbol: low for symbol, (low, high) in bounds.items() if low == high}
-    own: dict[str, tuple[int, int | None]] = {}
+    graph_bounds: dict[str, tuple[int, int | None]] = {}
     for symbol, text in step.symbols.items():
         if text in bounds:
-            own[symbol] = bounds[text]
+            graph_bounds[symbol] = bounds[text]
         elif set(symbols_of(text)) <= fixed.keys():
             size = int(evaluate(text, fixed))
-            own[symbol] = size, size
-    return restrict(graph, own)
+            graph_bounds[symbol] = size, size
+    return restrict(graph, graph_bounds)

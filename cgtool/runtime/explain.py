@@ -21,7 +21,7 @@ from cgtool.plan.rendering import spell
 from cgtool.plan.shapes import joined_ranges
 from cgtool.runtime.call_guards import Binding, find_bindings, known_class
 from cgtool.runtime.generate import strides_matter
-from cgtool.runtime.weights import make_problem
+from cgtool.runtime.weights import tensor_problem
 
 
 class Explainer:
@@ -117,7 +117,7 @@ class Explainer:
             if value is None:
                 problems.append(f"{name} is None and was a tensor when this was traced")
                 continue
-            problem = make_problem(value, item.meta, self._device_index)
+            problem = tensor_problem(value, item.meta, self._device_index)
             if problem is None:
                 tensors[index] = value
             else:

@@ -1,4 +1,4 @@
-"""What a call gets that no compiled variant serves: an error, the model itself, or a further variant."""
+"""Handle calls that no compiled variant accepts: raise, run the model eagerly, or compile another variant."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from cgtool.threads import ForkedLock, beside_calls
 
 _log = logging.getLogger(__name__)
 
-#: "raise": a `GuardError`. "eager": the model itself, with one warning for each cause. "warm": what is compiled for the
-#: call now. "background": the same in a thread, and the model itself meanwhile.
+#: "raise": raise a `GuardError`. "eager": run the model itself, with one warning per cause. "warm": compile for the call
+#: and run the result. "background": compile in a thread, and run the model itself in the meantime.
 Otherwise = Literal["raise", "eager", "warm", "background"]
 
-#: How many times one model is compiled: `torch._dynamo.config.recompile_limit` of torch.compile.
+#: The most times that one model is compiled, as `torch._dynamo.config.recompile_limit` is for torch.compile.
 MOST_WARMS = 8
 
 _NUMBER = re.compile(r"\d+")
 
 
 class AnyCall(AsModule):
-    """A model that runs from what was compiled for it, and does what was asked for with every other call.
+    """A model that runs from compiled code, and handles every other call according to `otherwise`.
 
-    Several threads may call one object at once; of those that wait for a compilation the first compiles.
+    Several threads may call one object at once; if several need a compilation, the first compiles.
 
     Args:
         module: The live model.
         eager: Calls the model itself.
-        name: What messages call it.
-        otherwise: What a call gets that nothing serves.
-        loaded: What was compiled for it; None: the first call compiles, whatever `otherwise` says.
-        warm: Takes the arguments of a call and returns what was compiled for them; None where nothing can be compiled.
+        name: The model's name in messages.
+        otherwise: How to handle a call that no variant accepts.
+        loaded: The compiled model; None makes the first call compile, whatever `otherwise` is.
+        warm: Compiles the model for the arguments of a call and returns the loaded result; None if compiling is not
+            possible.
     """
 
     _OWN = frozenset(
-        {"module", "_eager", "_name", "_otherwise", "_warm", "_lock", "_loaded", "_waits", "_behind", "_gave_up"}
+        {"module", "_eager", "_name", "_otherwise", "_warm", "_lock", "_loaded", "_waits", "_background", "_gave_up"}
         | {"_causes"}
     )
 
@@ -60,11 +61,11 @@ class AnyCall(AsModule):
         self._otherwise = otherwise
         self._warm = warm
         self._lock = ForkedLock()
-        #: Grows at its end; replaced as a whole, so that a call goes on with what it began with.
+        #: Replaced as a whole: a call that is running continues with the models it started with.
         self._loaded: tuple[LoadedModel, ...] = () if loaded is None else (loaded,)
-        #: Whether a call waits for a warm: a trace has the model hold other things than what calls left in it.
+        #: Whether calls wait for a compilation: a trace temporarily replaces the values that calls stored in the model.
         self._waits = otherwise == "warm" and loaded is not None and bool(loaded.keeps)
-        self._behind: threading.Thread | None = None
+        self._background: threading.Thread | None = None
         self._gave_up: str | None = None
         self._causes: set[str] = set()
 
@@ -72,9 +73,9 @@ class AnyCall(AsModule):
         """Call the model.
 
         Raises:
-            TypeError: The call does not fit the model's method.
-            GuardError: With "raise" as `LoadedModel` does; with "warm" where no compiled code can serve the call.
-            CgtoolError: With "warm": what keeps the model from being compiled for this call.
+            TypeError: The arguments do not match the signature of the model's method.
+            GuardError: With "raise", as `LoadedModel`; with "warm", if no compiled code can handle the call.
+            CgtoolError: With "warm", if the model cannot be compiled for this call.
         """
         if not self._loaded and self._otherwise != "background":
             return self._warmed(args, kwargs)
@@ -87,9 +88,9 @@ class AnyCall(AsModule):
         return answer if answer is not NOT_SERVED else self._other(args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, and what comes out of a pickle, find in the cache again what was compiled."""
-        found = () if self._warm is not None else self._loaded
-        return {**vars(self), "_loaded": found, "_behind": None}
+        """Drop the compiled models if a copy, or an unpickled object, can load them from the cache again."""
+        loaded = () if self._warm is not None else self._loaded
+        return {**vars(self), "_loaded": loaded, "_background": None}
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._waits:
@@ -108,19 +109,19 @@ class AnyCall(AsModule):
         if self._otherwise == "raise":
             raise self._loaded[0].refusal(args, kwargs)
         if self._otherwise == "eager" or len(self._loaded) >= MOST_WARMS:
-            return self._run_eagerly(self._why(args, kwargs), args, kwargs)
+            return self._run_eagerly(self._reason(args, kwargs), args, kwargs)
         if self._otherwise == "warm":
             return self._warmed(args, kwargs)
         with self._lock:
-            if self._gave_up is None and (self._behind is None or not self._behind.is_alive()):
-                self._behind = threading.Thread(
-                    target=self._warm_behind, args=(args, kwargs), name="cgtool-warm", daemon=True
+            if self._gave_up is None and (self._background is None or not self._background.is_alive()):
+                self._background = threading.Thread(
+                    target=self._compile_in_background, args=(args, kwargs), name="cgtool-warm", daemon=True
                 )
-                self._behind.start()
+                self._background.start()
         return self._run_eagerly(self._gave_up, args, kwargs)
 
     def _warmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._lock:  # a second thread's call waits for what the first one's makes
+        with self._lock:  # a second thread waits for the compilation of the first
             answer = self._attempt(args, kwargs)
             if answer is not NOT_SERVED:
                 return answer
@@ -133,30 +134,31 @@ class AnyCall(AsModule):
         if self._warm is None:
             raise self._loaded[0].refusal(args, kwargs)
         if self._loaded:
-            _log.info("Compiling %s again: %s", self._name, self._why(args, kwargs))
+            _log.info("Compiling %s again: %s", self._name, self._reason(args, kwargs))
         model = self._warm(args, kwargs)
         self._loaded = (*self._loaded, model)
         self._waits = self._waits or (self._otherwise == "warm" and bool(model.keeps))
         return model
 
-    def _warm_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        beside_calls.set(True)  # in this thread, which ends with its work
+    def _compile_in_background(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        beside_calls.set(True)  # affects only this thread, which ends after the compilation
         try:
             self._compiled(args, kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the model goes on without
-            self._gave_up = f"It cannot be compiled: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever the error, the model runs eagerly
+            self._gave_up = f"The model cannot be compiled: {error}"
 
-    def _why(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return str(self._loaded[0].refusal(args, kwargs))
 
-    def _run_eagerly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, reason: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count("eager_calls")
-        if why is not None and (cause := _NUMBER.sub("", why)) not in self._causes:  # sizes are one cause
+        # Reasons that differ only in sizes count as one cause.
+        if reason is not None and (cause := _NUMBER.sub("", reason)) not in self._causes:
             self._causes.add(cause)
-            _log.warning("A call of %s runs eagerly: %s", self._name, why)
+            _log.warning("A call of %s runs eagerly: %s", self._name, reason)
         return self._eager(*args, **kwargs)
 
     def recheck(self) -> None:
-        """Do what `LoadedModel.recheck` does; before the first call there is nothing to check."""
+        """Check all guards on the model again, as `LoadedModel.recheck`; does nothing before the first call."""
         for model in self._loaded:
             model.recheck()

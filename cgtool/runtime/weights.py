@@ -1,19 +1,20 @@
-"""The tensors that belong to the model and not to a call: read at every call, and never stale.
+"""The tensors that belong to the model rather than to a call. They are read at every call, so they are never stale.
 
-What may change after load, and what happens then:
+Changes after load, and their effects:
 
 - A parameter or buffer is assigned, or its values are loaded: the next call reads the new tensor.
-- Its dtype, shape, strides, device or class changes, also in place as `module.half()` does: the next call raises.
-- A submodule is replaced, removed, or added beside others, a list or dict of parameters grows, or tied weights are
-  untied: the next call checks every guard on the model again, as `recheck()` does, and raises when one fails.
-- A plain attribute (`layer.eps`), a hook, the class or the `training` flag of a submodule changes, two weights become
-  one, a container's children change their order, or what a module holds is replaced as a whole
-  (`layer._buffers = {...}`, `layer.__dict__`): `recheck()` sees it, a call does not.
-- Another thread changes weights while a call runs: the call has read each tensor once, at its start, and what is
-  assigned meanwhile (by `load_state_dict(assign=True)` too) is for later ones; how many of several tensors had been
-  assigned by then is chance. What is written in place (`load_state_dict`, `copy_`) may be seen half written.
+- Its dtype, shape, strides, device or class changes, including in place (`module.half()`): the next call raises.
+- A submodule is replaced, removed or added, a list or dict of parameters grows, or tied weights are untied: the next
+  call checks every guard on the model again, as `recheck()` does, and raises if one fails.
+- A plain attribute (`layer.eps`), a hook, or the class or `training` flag of a submodule changes, two weights are tied,
+  the children of a container are reordered, or a module's dict is replaced (`layer._buffers = {...}`,
+  `layer.__dict__`): `recheck()` detects it, a call does not.
+- Another thread changes weights during a call: the call reads each tensor once, at its start, so assignments
+  (including `load_state_dict(assign=True)`) take effect for later calls. If several tensors are assigned while a call
+  starts, it may read some of the old and some of the new. In-place writes (`load_state_dict`, `copy_`) may be seen
+  partially.
 
-One call in C compares all tensors with those of the last full check; it costs about 0.1 µs a tensor.
+A single call into C compares all tensors with those of the last full check, at about 0.1 µs per tensor.
 """
 
 from __future__ import annotations
@@ -36,18 +37,17 @@ from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Guard, Input, source_words
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call_guards import Places, Reader
-from cgtool.runtime.dispatch import ALIGNMENT, ANYWHERE
+from cgtool.runtime.dispatch import ALIGNMENT, UNALIGNED_DEVICES
 from cgtool.runtime.generate import Code, strides_matter
 
-_ADVICE = "Put it back as it was, or warm again with the model as it is now."
-
+_ADVICE = "Undo the change, or warm the model again."
 
 _INT = frozenset({int})
-_OF_PARAMETERS = frozenset({nn.ParameterList, nn.ParameterDict})
+_PARAMETER_CONTAINERS = frozenset({nn.ParameterList, nn.ParameterDict})
 
 
 class StructureChangedError(Exception):
-    """The module tree is not the one that was bound; raised and caught within the runtime."""
+    """The module tree differs from the one that was bound. Raised and caught within the runtime."""
 
 
 class Weights:
@@ -55,13 +55,13 @@ class Weights:
 
     Args:
         module: The live model.
-        method: Its bound method that was traced.
-        inputs: Inputs whose sources are no arguments and whose shapes have no symbols.
+        method: The bound method that was traced.
+        inputs: Inputs whose sources are not arguments and whose shapes have no symbols.
         same: Guards of the kind "same:..." on the model.
-        device_index: What a device without an index means; None: any.
+        device_index: The device that a device without an index refers to; None accepts any.
 
     Raises:
-        GuardError: A tensor is gone or of another make than when the model was compiled.
+        GuardError: A tensor is gone or has a different dtype, shape or layout than when the model was compiled.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Weights:
     ) -> None:
         self._inputs = tuple(inputs)
         self._device_index = device_index
-        self._makes = [(item.meta.dtype, item.meta.device) for item in self._inputs]
+        self._kinds = [(item.meta.dtype, item.meta.device) for item in self._inputs]
         self._children = _child_dicts(module)
         self._children_then = [dict(children) for children in self._children]
         parts = itertools.chain.from_iterable(map(dict.values, self._children))
-        self._lists = [part for part in parts if type(part) in _OF_PARAMETERS]
+        self._lists = [part for part in parts if type(part) in _PARAMETER_CONTAINERS]
         self._lengths = list(map(len, self._lists))
         known = Places(module)
         self._same = _same_check(module, method, same, known, self._inputs)
@@ -90,14 +90,14 @@ class Weights:
         try:
             self.read()
         except StructureChangedError as error:
-            raise GuardError(f"Tensors of the model that were one are now several. {_ADVICE}") from error
+            raise GuardError(f"Weights that were tied when the model was compiled no longer are. {_ADVICE}") from error
 
     def read(self) -> tuple[list[torch.Tensor], bool]:
-        """Return the tensors as they are now, and whether any of them requires grad.
+        """Return the current tensors, and whether any of them requires grad.
 
         Raises:
-            StructureChangedError: The module tree changed, or tied weights are no longer one.
-            GuardError: A tensor is gone or of another make than when the model was compiled.
+            StructureChangedError: The module tree changed, or tied weights were untied.
+            GuardError: A tensor is gone or has a different dtype, shape or layout than when the model was compiled.
         """
         try:
             tensors = self._read()
@@ -111,15 +111,15 @@ class Weights:
         return tensors, self._check(tensors)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the source and the tensor, as it is now, of each; raises as `read` does."""
+        """Yield the source and the current tensor of each input. Raises as `read` does."""
         return zip([item.source for item in self._inputs], self.read()[0], strict=True)
 
     def _check(self, tensors: list[torch.Tensor]) -> bool:
-        wanted = {make: (dtype_of(make[0]), device_of(make[1], self._device_index)) for make in set(self._makes)}
-        for item, make, tensor in zip(self._inputs, self._makes, tensors, strict=True):
-            if _is_plainly(tensor, item.meta, *wanted[make]):
+        expected = {kind: (dtype_of(kind[0]), device_of(kind[1], self._device_index)) for kind in set(self._kinds)}
+        for item, kind, tensor in zip(self._inputs, self._kinds, tensors, strict=True):
+            if _matches(tensor, item.meta, *expected[kind]):
                 continue
-            problem = make_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
+            problem = tensor_problem(tensor, item.meta, self._device_index) or _shape_problem(tensor, item.meta)
             if problem is not None:
                 raise GuardError(
                     f"{source_words(item.source)} {problem}. {_ADVICE}",
@@ -127,28 +127,28 @@ class Weights:
                     expected=repr(item.meta),
                     actual=repr(type(tensor)),
                 )
-        self._warn_of_copies(tensors)
+        self._warn_if_misaligned(tensors)
         needs_grad = any(tensor.requires_grad for tensor in tensors)
         check = private.tensors_unchanged(tensors) if tensors else lambda: True
         self._checks[torch.is_inference_mode_enabled()] = (check, needs_grad)
         return needs_grad
 
-    def _warn_of_copies(self, tensors: Sequence[torch.Tensor]) -> None:
-        copied = [
+    def _warn_if_misaligned(self, tensors: Sequence[torch.Tensor]) -> None:
+        misaligned = [
             source_words(item.source)
             for item, tensor in zip(self._inputs, tensors, strict=True)
-            if tensor.device.type not in ANYWHERE and tensor.data_ptr() % ALIGNMENT
+            if tensor.device.type not in UNALIGNED_DEVICES and tensor.data_ptr() % ALIGNMENT
         ]
-        if copied:
-            more = f" and {len(copied) - 1} more" if len(copied) > 1 else ""
+        if misaligned:
+            more = f" (and {len(misaligned) - 1} more)" if len(misaligned) > 1 else ""
             warnings.warn(
-                f"{copied[0]}{more} of the model does not begin at a multiple of {ALIGNMENT} bytes, so compiled code "
-                f"copies it at each call. Assign a clone of it to save that.",
+                f"The memory of {misaligned[0]}{more} is not aligned to {ALIGNMENT} bytes, so compiled code copies it "
+                "at each call. Assign a clone of the tensor to avoid the copies.",
                 stacklevel=2,
             )
 
     def _read(self) -> list[torch.Tensor] | None:
-        # Equality of lists and dicts compares by identity first, and modules by nothing else.
+        # Lists and dicts compare their items by identity first, and modules compare by identity only.
         if self._children != self._children_then or list(map(len, self._lists)) != self._lengths or not self._same():
             return None
         return list(map(operator.getitem, self._holders, self._keys))
@@ -156,16 +156,16 @@ class Weights:
     def _gone(self, error: Exception) -> GuardError:
         name = error.args[0] if error.args else "a tensor"
         return GuardError(
-            f"A tensor of the model that was compiled in is gone ({type(error).__name__}: {name}). {_ADVICE}", path=name
+            f"A tensor of the compiled model no longer exists ({type(error).__name__}: {name}). {_ADVICE}", path=name
         )
 
 
 def _child_dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dict of children of every module of the tree that has some, each once."""
+    """Return the dict of children of every module that has children, each once."""
     found: dict[int, dict[str, Any]] = {}
     pending = [module]
     while pending:
-        children = pending.pop()._modules  # noqa: SLF001 - `modules()` walks a generator per level, which costs ms
+        children = pending.pop()._modules  # noqa: SLF001 - `modules()` nests a generator per level, which costs ms
         if children and id(children) not in found:
             found[id(children)] = children
             pending += [child for child in children.values() if child is not None]
@@ -173,7 +173,7 @@ def _child_dicts(module: nn.Module) -> list[dict[str, Any]]:
 
 
 class _Live:
-    """Stands in for a dict where a tensor is no parameter, buffer or attribute of a module: reads it by its source."""
+    """Stands in for a dict if a tensor is not a parameter, buffer or attribute of a module: reads it by its source."""
 
     def __init__(self, module: nn.Module, method: Any, source: str) -> None:
         code = Code("tensor")
@@ -187,10 +187,10 @@ class _Live:
 def _same_check(
     module: nn.Module, method: Any, same: Iterable[Guard], known: Places, inputs: Iterable[Input]
 ) -> Callable[[], bool]:
-    """Return a function that says whether what a guard of the kind "same:..." speaks of is still so.
+    """Return a function that checks the guards of the kind "same:..." on weights and on the objects that hold them.
 
-    Asked of what is a weight or what a weight is read from; of submodules it is settled now, because `Weights` sees by
-    itself whether the module tree changed. Other objects are looked at by loads and `recheck()`.
+    Guards on submodules are checked once, here, because `Weights` detects changes to the module tree. Other objects are
+    checked by loads and `recheck()`.
     """
     code = Code("same")
     reader = Reader(code, module, method)
@@ -211,38 +211,40 @@ def _same_check(
 
 
 def _leads_to_one(source: str, ordered: Sequence[str]) -> bool:
-    """Return whether a source is the beginning of one of those in order, or all of it."""
+    """Return whether a source is a prefix of any of the sorted sources."""
     place = bisect_left(ordered, source)
     return place < len(ordered) and ordered[place].startswith(source)
 
 
 def is_weight(item: Input) -> bool:
-    """Return whether an input belongs to the model and has one shape for all calls."""
+    """Return whether an input belongs to the model and has the same shape in all calls."""
     return not item.source.startswith(OF_CALL) and _INT.issuperset(map(type, item.meta.dims))
 
 
 def place_of(roots: Roots, text: str) -> Place:
-    """Return where in the model a call leaves something: an attribute of an object, or an item of a dict.
+    """Return the place in the model that a call assigns to: an attribute of an object, or an item of a dict.
 
     Raises:
-        SourceError: The source is malformed, or what has the attribute is gone.
-        ArtifactError: It is nothing of the model.
+        SourceError: The source is malformed, or the owner of the attribute is gone.
+        ArtifactError: The place is not in the model.
     """
     place = Place(roots, text)
     is_code = isinstance(owner := place.owner(), ModuleType) or (callable(owner) and not isinstance(owner, nn.Module))
     if not text.startswith("self") or is_code:
-        msg = f"The plan sets {source_words(text)}, which is no attribute of the model: warm again."
+        msg = f"The plan sets {source_words(text)}, which is not an attribute of the model. Warm the model again."
         raise ArtifactError(msg, path=text)
     return place
 
 
-def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str | None:
-    """Return how a tensor differs from what was traced ("has dtype float16 and ..."), sizes and strides apart, or None.
+def tensor_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str | None:
+    """Return how a value differs from the traced tensor ("has dtype float16 and ..."), or None.
+
+    Sizes and strides are not compared.
 
     Args:
-        tensor: Anything.
-        meta: What was traced.
-        device_index: What a device without an index means; None: any.
+        tensor: Any value.
+        meta: The traced tensor.
+        device_index: The device that a device without an index refers to; None accepts any.
     """
     if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
         return f"is of type {type(tensor).__qualname__} and was traced as a plain tensor"
@@ -256,18 +258,18 @@ def make_problem(tensor: Any, meta: TensorMeta, device_index: int | None) -> str
     if tensor.device.type != wanted.type or (wanted.index is not None and tensor.device != wanted):
         return f"is on {tensor.device} and must be on {wanted}"
     if tensor.is_neg() or tensor.is_conj():
-        return "is a lazily conjugated or negated view, which must be resolved first"
+        return "is a lazily conjugated or negated view; resolve it first (resolve_conj, resolve_neg)"
     if tensor.dim() != len(meta.shape):
         return f"has {tensor.dim()} dimensions and was traced with {len(meta.shape)}"
     return None
 
 
-def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a tensor is beyond doubt as it was traced; what is doubtful is looked at closely."""
+def _matches(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if a tensor is exactly as traced; False means that a closer look is needed."""
     return (
         (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor)
         and tensor.layout is torch.strided
-        and not tensor.is_nested  # whose shape cannot be asked for
+        and not tensor.is_nested  # a nested tensor has no shape
         and tensor.dtype is dtype
         and tensor.device == device
         and tensor.shape == meta.shape
@@ -278,7 +280,7 @@ def _is_plainly(tensor: Any, meta: TensorMeta, dtype: torch.dtype, device: torch
 
 
 def tensor_differences(roots: Roots, inputs: Iterable[Input]) -> Iterator[str]:
-    """Yield what tensors of the model, which may be fake, differ in from what was traced: these inputs."""
+    """Yield how the model's tensors, which may be fake, differ from these traced inputs."""
     for item in {item.source: item for item in inputs}.values():
         name = source_words(item.source)
         try:

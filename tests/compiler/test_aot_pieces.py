@@ -78,7 +78,7 @@ def loader(request, monkeypatch):
             return SimpleNamespace(boxed_run=lambda inputs: run(list(map(copied, inputs))))
 
         monkeypatch.setattr(private, "open_package", open_package_that_copies)
-        monkeypatch.setattr("cgtool.runtime.aoti_package.ANYWHERE", frozenset())
+        monkeypatch.setattr("cgtool.runtime.aoti_package.UNALIGNED_DEVICES", frozenset())
 
 
 @pytest.mark.usefixtures("loader")

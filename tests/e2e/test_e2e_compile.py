@@ -223,7 +223,7 @@ def test_an_assertion_about_a_tensor_is_compiled_in(tmp_path, monkeypatch):
 def test_what_was_loaded_cannot_be_pickled(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     run = cgtool.compile(models.Signature().eval(), example_args=(models.x_of(),), cache_dir=tmp_path)
-    with pytest.raises(UsageError, match=r"cannot be pickled\. Send the model itself, and call cgtool\.load"):
+    with pytest.raises(UsageError, match=r"cannot be pickled\. Send the original model, and call cgtool\.load"):
         pickle.dumps(run)
 
 

@@ -162,7 +162,7 @@ def test_what_cannot_be_compiled_in_the_background_is_tried_once_and_told_once(m
     done = happened(lambda: [served(rows(count)) for count in (1, 2, 3)])
     assert done == {"eager_calls": 3}
     (said,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
-    assert said.startswith("A call of Breaks.forward runs eagerly: It cannot be compiled:")
+    assert said.startswith("A call of Breaks.forward runs eagerly: The model cannot be compiled:")
 
 
 class Counts(torch.nn.Module):

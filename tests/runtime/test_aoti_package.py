@@ -143,7 +143,7 @@ def test_without_memory_files_the_code_lies_in_a_private_folder(folder):
 def test_no_folder_that_can_be_written_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     monkeypatch.setattr(aoti_package, "_PARENTS", (None, str(tmp_path / "nowhere")))
-    with pytest.raises(ArtifactError, match=r"No temporary folder .* Set TMPDIR"):
+    with pytest.raises(ArtifactError, match=r"temporary folder, and none can be written to .* Set TMPDIR"):
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
 
 

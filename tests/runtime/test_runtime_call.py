@@ -247,7 +247,7 @@ def test_a_wrapper_is_called_by_place_and_by_name():
 
 def test_a_piece_that_was_not_opened_is_named(model):
     plan = hand.plan()
-    with pytest.raises(ArtifactError, match="Piece 2 of variant 0 has no artifact"):
+    with pytest.raises(ArtifactError, match="incomplete: piece 2 of variant 0 has no artifact"):
         LoadedModel(model, plan, {key: value for key, value in hand.opened(plan).items() if key != (0, 2)})
 
 
@@ -365,15 +365,13 @@ def test_a_view_that_begins_anywhere_is_served_where_kernels_read_so(model, load
 
 
 def test_a_weight_that_begins_anywhere_is_said_once_to_be_copied_where_kernels_rely_on_alignment(model, monkeypatch):
-    monkeypatch.setattr("cgtool.runtime.weights.ANYWHERE", frozenset())
+    monkeypatch.setattr("cgtool.runtime.weights.UNALIGNED_DEVICES", frozenset())
     name, weight = next(model.named_parameters())
     room = torch.zeros(weight.numel() + 1)
     room[1:] = weight.flatten()
     weight.data = room[1:].view(weight.shape)
     x = torch.randn(4, hand.WIDTH)
-    with pytest.warns(
-        UserWarning, match=rf"{name} of the model does not begin at a multiple of 16 bytes.*Assign a clone"
-    ):
+    with pytest.warns(UserWarning, match=rf"The memory of {name} is not aligned to 16 bytes.*Assign a clone"):
         loaded = hand.load(model)
     torch.testing.assert_close(loaded(x), model(x))
 

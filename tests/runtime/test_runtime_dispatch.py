@@ -73,7 +73,7 @@ def test_sizes_that_nothing_was_compiled_for_are_refused_in_words():
         for rows in (8, 16, 32):
             x = torch.randn(rows, hand.WIDTH)
             assert torch.equal(loaded(x), model(x))
-        with pytest.raises(GuardError, match=r"sizes of this call were not compiled.*s0=16-32, s0=8"):
+        with pytest.raises(GuardError, match=r"this call's sizes were not compiled \(compiled sizes: s0=16-32, s0=8"):
             loaded(torch.randn(9, hand.WIDTH))
 
 

@@ -123,7 +123,7 @@ def test_a_miss_for_one_rank_lists_the_ranks_that_were_warmed(model, cache):
 
 
 def test_another_model_misses(cache):
-    with pytest.raises(CacheMissError, match="nothing for this model"):
+    with pytest.raises(CacheMissError, match="has no entry for this model"):
         cgtool.load(Other().eval(), cache_dir=cache)
 
 
@@ -417,7 +417,9 @@ def test_code_that_names_the_first_device_is_refused_on_another(model, tmp_path,
     warm(spec(model), config=CompilationConfig(adaptor=Naming.name, jobs=0), cache_dir=tmp_path)
     agree(model, cache_dir=tmp_path)
     monkeypatch.setattr(find, "first_index", lambda *_: 1)
-    with pytest.raises(ArtifactError, match=r"inductor_standalone .*first device alone.*CUDA_VISIBLE_DEVICES=1"):
+    with pytest.raises(
+        ArtifactError, match=r"inductor_standalone runs on the first visible device.*CUDA_VISIBLE_DEVICES=1"
+    ):
         cgtool.load(model, cache_dir=tmp_path)
 
 
