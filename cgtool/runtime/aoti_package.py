@@ -437,7 +437,7 @@ def _are_dims(entry: list[Any]) -> bool:
 
 
 def _bind_inputs(code: Code, recipe: list[Any], graph: PieceGraph, num_inputs: int) -> tuple[str, ...]:
-    """Save the inputs and sizes that views need, because native code empties its input list; return the sizes' names."""
+    """Save the inputs and sizes that views need, since native code empties its input list; return the sizes' names."""
     for index in sorted({entry[1] for entry in recipe if entry[0] == "input"}):
         if index >= num_inputs:
             raise malformed("output", ["input", index])

@@ -307,7 +307,7 @@ class Reader:
         constant = self._code.constant
         if source.root == "arg":
             if source.names[0] not in self._arguments:
-                raise malformed("name of an argument of this model", source.text)
+                raise malformed("argument name", source.text)
             return self._arguments[source.names[0]]
         if source.root == "global":
             return f"{constant(vars(find_module(source.names[0])))}[{constant(source.names[1])}]"
@@ -315,7 +315,7 @@ class Reader:
             return constant(find_module(source.names[0]))
         if source.root == "free":
             return f"{constant(_resolver(self._module, self._method, f'free:{source.names[0]}'))}()"
-        raise malformed("source of an object", source.text)
+        raise malformed("source", source.text)
 
     def _from_module(self, source: Source) -> str:
         base, used = walk(self._module, source)

@@ -1,11 +1,11 @@
-"""The factors of a key: how each is found now, and when a load compares it. The one place, on warm and on load alike.
+"""The factors of a key: how each is computed, and when a load compares it. Used by warm and load alike.
 
-`warm` makes the key of what it traced by `key_of`, and a load compares a stored key with this process by
-`differences_now`; both go by `FACTORS`, and a factor that is missing on either side is a difference. The files that
-`sources` names and those of cgtool itself are all that is read, and the C++ compiler is run for its version.
+`warm` creates the key of a traced model with `key_of`, and a load compares a stored key with this process with
+`differences_now`. Both use `FACTORS`; a factor that is missing on either side is a difference. The only files read are
+those listed in `sources` and those of cgtool itself, and the C++ compiler is run for its version.
 
-A factor of this machine or process is the same in a process that imported Inductor and in one that did not, wherever
-things are installed, and for every index of a device.
+A factor of the machine or process must not depend on whether Inductor was imported, on where packages are installed,
+or on the index of a device.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ When = Literal["first", "last", "elsewhere"]
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key says of a model and of this process, as far as it is found without a trace.
+    """The factors of a model and of this process that are known without a trace.
 
     Args:
-        lookup: The digest of what the model is; it leads to candidates.
+        lookup: The digest of the model's class and tensors, which leads to candidate entries.
         known: Factors by name: the model's and the process's.
-        config: The key fields of the configuration that is asked for; None takes any.
-        exact_config: Whether splitting ops that `config` leaves open must have been left open by the entry too.
+        config: The key fields of the requested configuration; None accepts any.
+        exact_config: Whether unset splitting ops in `config` must also be unset in the entry.
     """
 
     lookup: str
@@ -53,17 +53,20 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, module: torch.nn.Module, *, config: Mapping[str, Json] | None = None, exact_config: bool = False
     ) -> Live:
-        """Return what is known of `module` and of this process now; for the other arguments see the class.
+        """Return the current factors of `module` and of this process; see the class for the other arguments.
 
         Raises:
-            ModelError: It has parameters that are not made yet.
+            ModelError: The model has uninitialized parameters.
         """
-        host.prefetch_compiler_version()  # runs while the model is inspected
+        host.prefetch_compiler_version()  # runs in the background while the model is inspected
         model = {"class": qualified_name(type(module))}
         try:
             state = state_of(module)
-        except ValueError as error:  # torch's, of a lazy parameter
-            msg = "The model has parameters without a size yet, as nn.LazyLinear has: call it once with an example."
+        except ValueError as error:  # from torch, for a lazy parameter
+            msg = (
+                "The model has uninitialized parameters, as nn.LazyLinear does. Call the model once with an example "
+                "first."
+            )
             raise ModelError(msg, path="module") from error
         found = {**factors_but_compiler(), "cgtool": host.cgtool_build()}
         return cls(
@@ -78,10 +81,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """How one factor is compared.
 
     Args:
-        when: "first" before anything else of an entry is read, "last" once its guards hold; "elsewhere": its value is a
-            digest or a call, and what it stands for is compared by the plan's guards or by `warm`.
-        now: Makes the value as it is now, of what is known and of the stored value: a factor that a trace found is
-            looked for again by the names that it holds.
+        when: "first": compared before anything else of an entry is read. "last": compared once its guards hold.
+            "elsewhere": the value is a digest or a call, and the plan's guards or `warm` compare what it stands for.
+        now: Computes the current value from the known factors and the stored value: a factor found by a trace is
+            computed again for the names that it contains.
     """
 
     when: When
@@ -111,7 +114,7 @@ def _config_now(live: Live, stored: Mapping[str, Json]) -> Json:
 
 
 def _compiler_now(_: Live, stored: Json) -> Json:
-    """Return the compiler's version; a machine without one takes what was compiled elsewhere: it can make no other."""
+    """Return the compiler's version. A machine without a compiler cannot compile, so it accepts the stored version."""
     now = host.compiler_version()
     return stored if now is None else now
 
@@ -139,32 +142,32 @@ FACTORS: Mapping[str, Rule] = {
 
 
 def key_of(live: Live, traced: Mapping[str, Json]) -> Key:
-    """Return the key of an entry that is made now.
+    """Return the key of a new entry.
 
     Args:
-        live: The model and this process; its configuration is a factor.
-        traced: What only the trace tells: all other factors but the compiler.
+        live: The factors of the model and of this process; its configuration is a factor.
+        traced: The factors that only the trace provides: all others except the compiler.
     """
     found = {**live.known, **traced, "config": dict(live.config or {}), "compiler": host.compiler_version()}
     return Key.of(Factor(name=name, value=found[name]) for name in FACTORS)
 
 
 def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[str, ...]:
-    """Return in which factors a stored key differs from this process, the most telling first.
+    """Return the differences between a stored key and this process as sentences, the most telling first.
 
     Args:
         key: The stored key.
-        live: The model and this process.
+        live: The current factors of the model and of this process.
         when: Which factors to compare; None compares all.
     """
     stored = key.factors
-    found = [f"the factor {name} is missing from its key" for name in FACTORS if name not in stored]
-    found += [f"this cgtool does not know the factor {name} of its key" for name in stored if name not in FACTORS]
+    found = [f"the factor {name} is missing from the entry's key" for name in FACTORS if name not in stored]
+    found += [f"the entry's key has an unknown factor {name}" for name in stored if name not in FACTORS]
     for name, rule in FACTORS.items():
         if name in stored and when in (rule.when, None):
             now = rule.now(live, stored[name])
-            if not equal_json(stored[name], now):  # to compare two digests of a big factor costs milliseconds
-                from cgtool.store.key import difference_between, sentences  # kept off the way of a hit
+            if not same(stored[name], now):  # comparing digests of a large factor would take milliseconds
+                from cgtool.store.key import difference_between, sentences  # imported lazily: a hit does not need it
 
                 found += sentences(difference_between(name, stored[name], now))
     return tuple(found)
@@ -175,20 +178,20 @@ def state_of(module: torch.nn.Module) -> Json:
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     tensors: dict[str, str] = {}
-    spelled: dict[Any, str] = {}
+    texts: dict[Any, str] = {}
     holders = list(_modules(module, ""))
     for kind in ("_parameters", "_buffers"):
         for prefix, held in holders:
-            for own, tensor in vars(held).get(kind, {}).items():
+            for attribute, tensor in vars(held).get(kind, {}).items():
                 if tensor is None:
                     continue
-                name = prefix + own
-                steps = tensor.stride() if tensor.layout is torch.strided else None  # a CSR tensor has none
+                name = prefix + attribute
+                strides = tensor.stride() if tensor.layout is torch.strided else None  # a CSR tensor has no strides
                 placements = private.placements_of(tensor)
-                make = tensor.dtype, tensor.shape, steps, tensor.device, tensor.layout, placements
-                if make not in spelled:
-                    spelled[make] = _spelled(tensor, placements)
-                tensors[name] = spelled[make]
+                metadata = tensor.dtype, tensor.shape, strides, tensor.device, tensor.layout, placements
+                if metadata not in texts:
+                    texts[metadata] = _tensor_text(tensor, placements)
+                tensors[name] = texts[metadata]
                 other = first.setdefault(id(tensor), name)
                 if other != name:
                     tied[name] = other
@@ -196,22 +199,22 @@ def state_of(module: torch.nn.Module) -> Json:
 
 
 def _modules(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield every module under every name, with that name and a dot: `named_modules` costs much more."""
+    """Yield every module under each of its names, with that name and a dot. Much faster than `named_modules`."""
     pending = [(prefix, module)]
     while pending:
         prefix, module = pending.pop()
         yield prefix, module
-        children = vars(module).get("_modules", {})  # TorchScript keeps what it traced elsewhere
+        children = vars(module).get("_modules", {})  # a TorchScript module stores its children elsewhere
         pending += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
 
 
-def _spelled(tensor: Any, placements: Sequence[str]) -> str:
+def _tensor_text(tensor: Any, placements: Sequence[str]) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return " ".join([f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout(tensor)}", *placements])
+    return " ".join([f"{dtype}{list(tensor.shape)} {tensor.device.type}{_layout_text(tensor)}", *placements])
 
 
-def _layout(tensor: Any) -> str:
-    """Return what is unusual about how a tensor lies in memory; a stride of a dimension of size 1 says nothing."""
+def _layout_text(tensor: Any) -> str:
+    """Return a tensor's memory layout, "" if it is contiguous. Strides of dimensions of size 1 are ignored."""
     if tensor.layout is not torch.strided:
         return f" {tensor.layout}"
     if tensor.is_contiguous():
@@ -226,11 +229,11 @@ def environment_factors() -> dict[str, Json]:
         torch: version, git revision and CUDA or ROCm version of the build.
         triton: its version, or None.
         python: implementation and version without the patch level.
-        compiler: the first line of the C++ compiler's `--version` without its own name, or None where none works.
+        compiler: the first line of the C++ compiler's `--version` without the compiler's name, or None if none works.
         target: the CPU's instruction sets, and the architectures of the accelerators.
-        precision: torch's global settings of precision and determinism.
-        inductor_environment: variables of the environment that change code.
-        inductor: settings of Inductor that were changed in this process.
+        precision: torch's global settings for precision and determinism.
+        inductor_environment: environment variables that change generated code.
+        inductor: Inductor settings that were changed in this process.
     """
     factors = factors_but_compiler()
     return {name: host.compiler_version() if name == "compiler" else factors[name] for name in _NAMES}
@@ -240,7 +243,7 @@ _NAMES = ("torch", "triton", "python", "compiler", "target", "precision", "induc
 
 
 def factors_but_compiler() -> dict[str, Json]:
-    """Return the factors of `environment_factors` that no other process is asked for."""
+    """Return the factors of `environment_factors` that need no child process."""
     return {
         "torch": _torch_build(),
         "triton": host.triton_version(),
@@ -255,8 +258,8 @@ def factors_but_compiler() -> dict[str, Json]:
 @lru_cache(maxsize=1)
 def _torch_build() -> Json:
     return {
-        "version": str(torch.__version__),  # which is of a class of its own, and would equal no stored one
-        # In this order also by name: of two builds that differ, the version tells most.
+        "version": str(torch.__version__),  # a subclass of str, which would not equal a stored string
+        # The version sorts first by name, too: of all differences between two builds, it is the most telling.
         "version_git": torch.version.git_version,
         "with_cuda": torch.version.cuda,
         "with_hip": torch.version.hip,
@@ -275,14 +278,14 @@ def _cpu() -> Json:
 
 
 def _accelerators() -> list[str]:
-    """Return the architectures of the visible accelerators, each once: an index must not enter."""
+    """Return the distinct architectures of the visible accelerators, without their indices."""
     if not torch.cuda.is_available():
         return []
     found = set()
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         arch = getattr(properties, "gcnArchName", None) if torch.version.hip else None
-        # Inductor tunes for the number of multiprocessors, not only for the architecture
+        # Inductor tunes for the number of multiprocessors, not only for the architecture.
         found.add(f"{arch or f'sm_{properties.major}{properties.minor}'} x{properties.multi_processor_count}")
     return sorted(found)
 
@@ -300,7 +303,7 @@ def _precision() -> Json:
 
 
 def plain(value: Any) -> Json:
-    """Return a setting as JSON; what has no word of its own is named by its type, never by its address."""
+    """Return a setting as JSON; a value without a JSON form is named by its type, never by its address."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

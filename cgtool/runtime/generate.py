@@ -1,12 +1,12 @@
-"""Python made from a plan: the one place of the runtime that compiles text, and the template of a model's output.
+"""Generate Python from a plan: the only module of the runtime that compiles source text.
 
-Every string of a plan that reaches a line was matched to a grammar by whoever wrote the line; values never become text
-but stand in the function's namespace. The namespace has no builtins but the import that torch's own C code looks for in
-the frame that calls it, and no line may name that: a line can use only what it was given.
+A string of a plan is matched against a grammar before it becomes part of a line. Values never become text; they are
+constants in the function's namespace. The only builtin in the namespace is `__import__`, which torch's C code looks up
+in the calling frame, and no line may name it: a line can use only the names that it was given.
 
-The grammar of an output template is in `cgtool.plan.records`, that of literals in `cgtool.guards.kinds`. A class is
+The grammar of output templates is in `cgtool.plan.records`, that of literals in `cgtool.guards.kinds`. A class is
 looked up by name and must be a container of fields: a dataclass, a named tuple, one of torch.return_types, or a
-subclass of dict. Anything else is refused, so that a plan cannot call what it likes.
+subclass of dict. Anything else is refused, so that a plan cannot call arbitrary code.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _INDENT = "    "
 
 
 class Code:
-    """A function that is being written.
+    """A function that is being generated.
 
     Args:
-        label: What a traceback calls the text.
+        label: The name of the source text in tracebacks.
     """
 
     def __init__(self, label: str) -> None:
@@ -49,33 +49,33 @@ class Code:
         self._known: dict[int, str] = {}
 
     def add(self, line: str) -> None:
-        """Add a line at the present depth."""
+        """Add a line at the current depth."""
         self._lines.append(_INDENT * self.depth + line)
 
     def constant(self, value: Any) -> str:
-        """Return the name under which `value` stands in the function's namespace."""
+        """Return the name of `value` in the function's namespace."""
         name = self._known.get(id(value))
         if name is None:
-            # The namespace keeps the value alive, so its id stays its own.
+            # The namespace keeps the value alive, so its id is not reused.
             name = self._known[id(value)] = f"k{len(self._known)}"
             self._names[name] = value
         return name
 
     @property
     def next_line(self) -> int:
-        """The number of the line that `add` adds next, in the function's text."""
+        """The number of the next line in the function's text."""
         return len(self._lines) + 2
 
     def define_later(self, name: str, parameters: Iterable[str]) -> Callable[..., Any]:
-        """Return what `define` returns, compiled when it is first called; all that can be refused is refused now."""
+        """As `define`, but compile when the function is first called. Forbidden names are refused now."""
         if any("__import__" in line for line in self._lines):
             raise malformed("function", "__import__")
         return _Later(functools.partial(self.define, name, tuple(parameters)))
 
     def define(self, name: str, parameters: Iterable[str] = ()) -> Callable[..., Any]:
-        """Compile what was written as `def name(parameters)` and return the function."""
+        """Compile the lines as `def name(parameters)` and return the function."""
         text = "\n".join([f"def {name}({', '.join(parameters)}):", *(self._lines or [_INDENT + "return None"]), ""])
-        exec(compile(text, f"<cgtool {self.label}>", "exec"), self._names)  # noqa: S102 - what this module is for
+        exec(compile(text, f"<cgtool {self.label}>", "exec"), self._names)  # noqa: S102 - the purpose of this module
         function: Any = self._names[name]
         if _names_import(function.__code__):
             raise malformed("function", "__import__")
@@ -83,7 +83,7 @@ class Code:
 
 
 class _Later:
-    """A function that is compiled when it is first called; two threads may both do so, to the same end."""
+    """A function that is compiled when it is first called; if two threads both compile it, the results are equal."""
 
     __slots__ = ("_function", "_make")
 
@@ -105,10 +105,10 @@ def _names_import(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def expression(dim: int | str, symbols: tuple[str, ...]) -> str:
-    """Return a size of a plan as Python over the names `symbols`, in parentheses where it needs them.
+    """Return a size of a plan as Python source over the names `symbols`, in parentheses if needed.
 
     Raises:
-        ArtifactError: It is neither an integer nor an expression of the grammar over these symbols.
+        ArtifactError: The size is neither an integer nor a valid expression over these symbols.
     """
     if type(dim) is int:
         return str(dim) if dim >= 0 else f"({dim})"
@@ -124,10 +124,10 @@ def tuple_source(parts: Iterable[str]) -> str:
 
 
 def check_identifier(text: Any) -> str:
-    """Return `text` if it can stand as a keyword argument's name.
+    """Return `text` if it is a valid name of a keyword argument.
 
     Raises:
-        ArtifactError: It cannot.
+        ArtifactError: The name is invalid.
     """
     if type(text) is not str or not text.isascii() or not text.isidentifier() or keyword.iskeyword(text):
         raise malformed("name", text)
@@ -135,9 +135,10 @@ def check_identifier(text: Any) -> str:
 
 
 def malformed(what: str, data: Any) -> ArtifactError:
-    """Return the error of a plan that holds something outside its grammar."""
+    """Return the error for a plan that violates its grammar."""
     return ArtifactError(
-        f"{str(data)[:120]!r} is not a {what} that a plan can hold; the cache is damaged or was changed: warm again.",
+        f"The plan has an invalid {what}: {str(data)[:120]!r}. The cache is damaged or was modified. Warm the model "
+        "again.",
         actual=data,
     )
 
@@ -157,20 +158,20 @@ def template_source(
 
     Args:
         template: The template.
-        code: Where constants and classes are put.
+        code: The function that receives constants and classes.
         symbols: The variant's symbols.
-        value: Returns the local that holds a value id.
-        source: Returns the local that holds the object of a source.
+        value: Returns the local variable of a value id.
+        source: Returns the local variable of a source's object.
 
     Raises:
-        ArtifactError: The template is outside its grammar, or names a class that is not there or not a container.
+        ArtifactError: The template violates its grammar, or names a class that does not exist or is not a container.
     """
 
     def build(part: Json) -> str:
         if type(part) is not list or not part or type(part[0]) is not str:
             raise malformed("template", part)
         tag, *body = part
-        if tag == "call" and len(body) == 3:  # noqa: PLR2004 - class, fields by place, fields by name
+        if tag == "call" and len(body) == 3:  # noqa: PLR2004 - class, positional fields, named fields
             return call(*body)
         if len(body) != 1:
             raise malformed("template", part)
@@ -208,7 +209,7 @@ def template_source(
 def _constant(data: Json, code: Code) -> str:
     value = decode_literal(data)
     if _holds_mutable(data):
-        # Each call returns its own, as the model would: the caller may write to it.
+        # Each call returns a new object, as the model does: the caller may modify it.
         return f"{code.constant(decode_literal)}({code.constant(data)})"
     return code.constant(value)
 
@@ -243,14 +244,14 @@ def template_needs(template: Json, symbols: tuple[str, ...]) -> tuple[set[Any], 
 
 
 def _class_for(name: Json, by_place: Json, by_name: Json) -> type:
-    """Return the class of an output, which must take these fields."""
+    """Return the class of an output after checking that it takes these fields."""
     if type(by_place) is not list or type(by_name) is not list:
         raise malformed("template", [name, by_place, by_name])
     if not all(type(item) is list and len(item) == 2 for item in by_name):  # noqa: PLR2004 - a name and a value
         raise malformed("template", by_name)
     made = _container_class(name)
     names = [check_identifier(key) for key, _ in by_name]
-    # one of Python's or torch's own shows no signature
+    # Some builtin classes have no signature.
     with contextlib.suppress(ValueError):
         try:
             inspect.signature(made).bind(*by_place, **dict.fromkeys(names))
@@ -267,7 +268,10 @@ def _container_class(name: Any) -> type:
         is_tuple = found is torch.Size or (issubclass(found, tuple) and is_named)
         if is_tuple or is_dataclass(found) or issubclass(found, dict):
             return found
-    msg = f"The plan builds its output with {name}, which is no dataclass, namedtuple or dict here: warm again."
+    msg = (
+        f"The plan builds its output with {name}, which is not a dataclass, named tuple or dict in this process. Warm "
+        "the model again."
+    )
     raise ArtifactError(msg, path=name)
 
 
@@ -277,17 +281,20 @@ def _find(name: Any) -> Any:
     try:
         return find_qualified(name)
     except (GuardError, AttributeError) as error:
-        msg = f"The plan builds its output with {name}, which cannot be found here ({error}): import it, or warm again."
+        msg = (
+            f"The plan builds its output with {name}, which cannot be found ({error}). Import its module, or warm the "
+            "model again."
+        )
         raise ArtifactError(msg, path=name) from error
 
 
 def decode_literal(data: Json) -> Any:
-    """Return the value that `cgtool.guards.kinds.encode_literal` wrote as `data`.
+    """Return the value that `cgtool.guards.kinds.encode_literal` encoded as `data`.
 
-    Functions, modules and ops have no place in an output and are refused.
+    Functions, modules and ops cannot be part of an output and are refused.
 
     Raises:
-        ArtifactError: `data` is outside the grammar.
+        ArtifactError: `data` violates the grammar.
     """
     if data is None or type(data) in (bool, int, str):
         return data
@@ -303,7 +310,7 @@ def decode_literal(data: Json) -> Any:
         raise malformed("literal", data) from error
 
 
-def _one(rest: list[Json]) -> str:
+def _text(rest: list[Json]) -> str:
     [text] = rest
     if type(text) is not str:
         raise TypeError(text)
@@ -319,16 +326,16 @@ def _enum(rest: list[Json]) -> Any:
 
 
 def _type(rest: list[Json]) -> type:
-    found = _find(_one(rest))
+    found = _find(_text(rest))
     if not isinstance(found, type):
         raise TypeError(rest)
     return found
 
 
 _DECODERS: dict[str, Callable[[list[Json]], Any]] = {
-    "f": lambda rest: float(_one(rest)),
+    "f": lambda rest: float(_text(rest)),
     "c": lambda rest: complex(float(rest[0]), float(rest[1])),
-    "b": lambda rest: bytes.fromhex(_one(rest)),
+    "b": lambda rest: bytes.fromhex(_text(rest)),
     "e": lambda _rest: ...,
     "t": lambda rest: tuple(map(decode_literal, rest)),
     "l": lambda rest: list(map(decode_literal, rest)),
@@ -336,10 +343,10 @@ _DECODERS: dict[str, Callable[[list[Json]], Any]] = {
     "set": lambda rest: set(map(decode_literal, rest)),
     "frozenset": lambda rest: frozenset(map(decode_literal, rest)),
     "d": lambda rest: {decode_literal(key): decode_literal(item) for key, item in rest},
-    "dtype": lambda rest: dtype_of(_one(rest)),
-    "device": lambda rest: device_of(_one(rest)),
-    "layout": lambda rest: LAYOUTS[_one(rest)],
-    "format": lambda rest: FORMATS[_one(rest)],
+    "dtype": lambda rest: dtype_of(_text(rest)),
+    "device": lambda rest: device_of(_text(rest)),
+    "layout": lambda rest: LAYOUTS[_text(rest)],
+    "format": lambda rest: FORMATS[_text(rest)],
     "slice": lambda rest: slice(*map(decode_literal, rest)),
     "range": lambda rest: range(*rest),
     "enum": _enum,
@@ -348,24 +355,27 @@ _DECODERS: dict[str, Callable[[list[Json]], Any]] = {
 
 
 def check_line(name: str, dtype: str, shape: str, stride: str, repair: str) -> str:
-    """Return the line that repairs the tensor called `name` where it is not of this make."""
+    """Return a line that calls `repair` if the tensor `name` does not have this dtype, shape and stride."""
     test = f"{name}.stride() != {stride} or {name}.shape != {shape} or {name}.dtype is not {dtype}"
     return f"if {test}: {name} = {repair}({name}, {dtype}, {shape}, {stride})"
 
 
 def repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
-    """Return what `check_line` calls: it gives a tensor its strides, and refuses one of another shape or dtype."""
+    """Return the function that `check_line` calls: it restrides a tensor, and raises for another shape or dtype."""
 
     def repair(value: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        """Return `value` with the promised strides, which compiled pieces rely on without looking."""
+        """Return `value` with the promised strides, which compiled pieces rely on but do not check."""
         if value.dtype is not dtype or tuple(value.shape) != shape:
-            have = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-            want = f"{str(dtype).removeprefix('torch.')} of shape {shape}"
+            actual = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+            expected = f"{str(dtype).removeprefix('torch.')} of shape {shape}"
             ops = ", ".join(op_names(graph))
-            msg = f"{ops} returned a tensor of {have}, and its fake implementation promised {want}: make the two agree."
-            raise ArtifactError(msg, path=ops, expected=want, actual=have)
+            msg = (
+                f"{ops} returned a tensor of {actual}, but its fake implementation promised {expected}. Correct the "
+                "op or its fake implementation."
+            )
+            raise ArtifactError(msg, path=ops, expected=expected, actual=actual)
         if not strides_matter(value, stride):
-            return value  # type: ignore[no-any-return]  # what has a dtype is a tensor
+            return value  # type: ignore[no-any-return]  # a value with a dtype is a tensor
         placed = torch.empty_strided(shape, stride, dtype=dtype, device=value.device)
         return placed.copy_(value)
 
@@ -373,25 +383,25 @@ def repairer(graph: PieceGraph) -> Callable[..., torch.Tensor]:
 
 
 def op_names(graph: PieceGraph) -> tuple[str, ...]:
-    """Return the custom and ATen ops, or else all functions, that `graph` calls, each once, as people write them."""
+    """Return the distinct custom and ATen ops that `graph` calls, or all its functions if it calls no op."""
     targets = dict.fromkeys(node.target for node in graph.every_node() if node.kind == "function" and node.target)
     ops = [name.removeprefix("torch.ops.") for name in targets if name.startswith("torch.ops.")]
     return tuple(ops or targets)
 
 
 def strides_matter(tensor: torch.Tensor, stride: Sequence[object]) -> bool:
-    """Return whether `tensor` lies otherwise in memory than `stride` says."""
+    """Return whether the memory layout of `tensor` differs from `stride`, ignoring dimensions of size 1."""
     if not tensor.numel():
         return False
-    have = tensor.stride()
-    return any(size > 1 and have[i] != stride[i] for i, size in enumerate(tensor.shape))
+    actual = tensor.stride()
+    return any(size > 1 and actual[i] != stride[i] for i, size in enumerate(tensor.shape))
 
 
 def hole_value(data: Json) -> int | float | str:
-    """Return the constant that a plan gives for a hole.
+    """Return a plan's constant for a hole.
 
     Raises:
-        ArtifactError: It is no constant that a hole can hold.
+        ArtifactError: A hole cannot hold this constant.
     """
     if type(data) is int:
         return data

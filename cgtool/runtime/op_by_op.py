@@ -1,4 +1,4 @@
-"""A piece that runs op by op with torch alone: splitting pieces, and every piece of the `eager` adaptor."""
+"""Run a piece op by op with torch alone: splitting pieces, and every piece of the `eager` adaptor."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from cgtool.runtime.generate import (
 )
 
 _ENTER = "torch.amp.autocast_mode._enter_autocast"
-#: Of a value's number.
-_MOST_DIGITS = 9
 _EXIT = "torch.amp.autocast_mode._exit_autocast"
+#: The most digits in a reference to a value.
+_MAX_DIGITS = 9
 
 
 def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
@@ -31,39 +31,40 @@ def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Box
 
     Args:
         graph: Any piece, compiled or splitting.
-        device_index: What a device without an index means ("cuda" → "cuda:1"); None: the current device.
+        device_index: The device that a device without an index refers to ("cuda" → "cuda:1"); None means the current
+            device.
 
     Returns:
-        A boxed function: takes a list of tensors, which it empties, and returns a list of the graph's outputs. Several
-        threads may call it at once.
+        A boxed function: it takes a list of tensors, which it empties, and returns a list of the graph's outputs.
+        Several threads may call it at once.
 
     Raises:
-        ArtifactError: The graph holds something outside its grammar, or an op that this process does not have.
+        ArtifactError: The graph violates its grammar, or has an op that is not registered in this process.
     """
     return piece_maker(graph, device_index=device_index)()
 
 
 def promised_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
-    """Return `piece_function(graph)`, whose outputs are of the make that the trace promised whatever its ops give.
+    """Return `piece_function(graph)` with outputs checked against the trace, and repaired if only strides differ.
 
-    The pieces that come after it were compiled for that, and do not look.
+    The pieces that follow were compiled for the traced outputs and do not check them.
 
     Args:
-        graph: A piece that runs as it stands in a compiled one's place.
+        graph: A piece that runs op by op instead of compiled.
         device_index: As for `piece_function`.
 
     Raises:
-        ArtifactError: As `piece_function`; the function itself, where an op gives another shape or dtype than promised.
+        ArtifactError: As `piece_function`. The returned function raises it if an op returns a different shape or dtype.
     """
     return _PieceWriter(graph, device_index, 0, promised=graph).maker()()
 
 
 def piece_maker(graph: PieceGraph, *, num_holes: int = 0, device_index: int | None = None) -> Callable[..., Boxed]:
-    """Return a function that makes the function of a piece, as `piece_function` does, from the values of its holes.
+    """Return a function that takes the values of a piece's holes and returns the function of the piece.
 
     Args:
-        graph: Any piece; `{"hole": n}` may stand in its arguments, see `cgtool.plan.pieces`.
-        num_holes: How many holes it has.
+        graph: Any piece; its arguments may contain `{"hole": n}`, see `cgtool.plan.pieces`.
+        num_holes: The number of holes.
         device_index: As for `piece_function`.
 
     Raises:
@@ -123,7 +124,7 @@ class _PieceWriter:
         repair, known = self.code.constant(repairer(graph)), tuple(sizes.values())
         for ref, meta in dict(zip(graph.outputs, graph.results, strict=True)).items():
             if any(name not in sizes for dim in meta.dims for name in symbols_of(dim)):
-                continue  # a size that no input shows
+                continue  # a size that cannot be read from any input
             shape, stride = (
                 tuple_source(expression(rename(dim, sizes), known) for dim in part)
                 for part in (meta.shape, meta.stride)
@@ -132,7 +133,7 @@ class _PieceWriter:
             self.code.add(check_line(self._local(ref), dtype, shape, stride, repair))
 
     def _read_sizes(self, graph: PieceGraph) -> dict[str, str]:
-        """Read the symbols off the inputs' dimensions; return what each is called in the function."""
+        """Read the symbols from the inputs' dimensions; return symbol → its name in the function."""
         names: dict[str, str] = {}
         symbols = {symbol.name for symbol in graph.symbols}
         for position, meta in enumerate(graph.inputs):
@@ -143,12 +144,12 @@ class _PieceWriter:
         return names
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """Return node index → values (as node indices, inputs negative past -1) that nothing needs after it."""
+        """Return node index → values that are not needed after it (as node indices; inputs are negative)."""
         last = dict.fromkeys(range(self.num_inputs), -1)
         for index, node in enumerate(self.nodes):
             last[self.num_inputs + index] = index
             for data in (*node.args, *node.kwargs.values()):
-                last.update((_ref_number(ref), index) for ref in refs_of(_plugged(data)))
+                last.update((_ref_number(ref), index) for ref in refs_of(_without_holes(data)))
         for ref in refs_of(self.returned):
             last.pop(_ref_number(ref), None)
         dying: dict[int, list[int]] = {}
@@ -169,7 +170,7 @@ class _PieceWriter:
         elif node.kind == "function":
             call = self._call(node)
         else:
-            raise malformed("kind of node", node.kind)
+            raise malformed("node kind", node.kind)
         name = f"v{self.defined}"
         keep = used or node.target == _ENTER
         self.code.add(f"{name} = {call}" if keep else call)
@@ -185,7 +186,7 @@ class _PieceWriter:
         if name == "builtins.getattr":
             known = [type(a) is dict and list(a) == ["s"] and a["s"] in ATTRIBUTES for a in node.args[1:]]
             if node.kwargs or not all(known):
-                raise malformed("attribute of a tensor", node)
+                raise malformed("tensor attribute", node)
         return f"{self.code.constant(resolve_target(name))}({self._arguments(node.args, node.kwargs)})"
 
     def _size(self, node: Node) -> str:
@@ -196,7 +197,7 @@ class _PieceWriter:
     def _method(self, node: Node) -> str:
         name = check_method(_target(node))
         if not node.args or type(node.args[0]) is not str:
-            raise malformed("call of a method", node)
+            raise malformed("method call", node)
         return f"{self._local(node.args[0])}.{name}({self._arguments(node.args[1:], node.kwargs)})"
 
     def _arguments(self, args: Iterable[Json], kwargs: dict[str, Json]) -> str:
@@ -205,7 +206,7 @@ class _PieceWriter:
         return ", ".join(parts)
 
     def _value(self, data: Json) -> str:
-        """Return the source of an encoded value; what holds no reference becomes a constant."""
+        """Return the source of an encoded value; a value without references becomes a constant."""
         if data is None or type(data) in (bool, int):
             return repr(data)
         if type(data) is str:
@@ -243,23 +244,23 @@ def _leave(entered: list[Any]) -> None:
         resolve_target(_EXIT)(entered.pop())
 
 
-def _plugged(data: Json) -> Json:
-    """Return `data` with its holes closed, for who looks for references only."""
+def _without_holes(data: Json) -> Json:
+    """Return `data` with its holes replaced, for functions that only look for references."""
     if type(data) is list:
-        return [_plugged(item) for item in data]
+        return [_without_holes(item) for item in data]
     if type(data) is dict:
-        return 0 if list(data) == ["hole"] else {tag: _plugged(body) for tag, body in data.items()}
+        return 0 if list(data) == ["hole"] else {tag: _without_holes(body) for tag, body in data.items()}
     return data
 
 
 def _ref_number(ref: Any) -> int:
     digits = ref[1:] if isinstance(ref, str) and ref[:1] == "%" else ""
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
         raise malformed("reference", ref)
     return int(digits)
 
 
 def _target(node: Node) -> str:
     if type(node.target) is not str:
-        raise malformed("name of an op", node.target)
+        raise malformed("op name", node.target)
     return node.target

@@ -15,8 +15,8 @@ from cgtool.threads import ForkedLock, beside_calls
 
 _log = logging.getLogger(__name__)
 
-#: "raise": raise a `GuardError`. "eager": run the model itself, with one warning per cause. "warm": compile for the call
-#: and run the result. "background": compile in a thread, and run the model itself in the meantime.
+#: "raise": raise a `GuardError`. "eager": run the model itself, with one warning per cause. "warm": compile for the
+#: call and run the result. "background": compile in a thread, and run the model itself in the meantime.
 Otherwise = Literal["raise", "eager", "warm", "background"]
 
 #: The most times that one model is compiled, as `torch._dynamo.config.recompile_limit` is for torch.compile.

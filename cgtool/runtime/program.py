@@ -1,9 +1,9 @@
-"""A variant's stitched program as one straight-line Python function.
+"""Generate a variant's stitched program as a straight-line Python function.
 
 A program takes the tensors of a call, the values of the symbols, the objects that the output passes through, the
-model's tensors and a function for each compiled piece. It runs the steps in order, forgets a value after its last use
-and puts the output together. It keeps nothing between calls. Pieces that are never compiled run as `op_by_op` has them.
-A size that a splitting piece found in data is a symbol from there on.
+model's tensors and a function for each compiled piece. It runs the steps in order, releases each value after its last
+use and builds the output. It keeps no state between calls. Pieces that are never compiled run op by op
+(`cgtool.runtime.op_by_op`). A size that a splitting piece finds in data is a symbol for the steps that follow.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled piece of a variant.
 
     Args:
-        name: What errors call it.
+        name: The piece's name in error messages.
         dynamic_dims: Names of the dimensions of its inputs that change from call to call.
-        is_static: Whether the variant serves one size only, so that no piece has a dynamic dimension.
-        returned_by_ops: Its inputs that splitting ops return, by position: position → op. They lie anywhere, unlike
-            tensors that a piece allocated and such an op wrote into.
+        is_static: Whether the variant covers a single size, so that no piece has a dynamic dimension.
+        returned_by_ops: Position → op, for the inputs that splitting ops return. Their addresses change from call to
+            call, unlike those of tensors that a piece allocated and an op wrote into.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     returned_by_ops: Mapping[int, str]
 
 
-#: Takes a piece and its function, returns the function to call in its place.
+#: Takes a piece and its function, and returns the function to call instead.
 WrapPiece = Callable[[Piece, Boxed], Boxed]
 
 
@@ -81,52 +81,51 @@ def pieces_of(variant: Variant, graphs: Mapping[str, PieceGraph]) -> list[Piece]
 
 
 def check_steps(variant: Variant, graphs: Graphs, symbols: tuple[str, ...]) -> None:
-    """Check that each step fits its graph, takes tensors of its make, and speaks of the variant's symbols only.
+    """Check that each step matches its graph, takes tensors of the right kind, and uses only the variant's symbols.
 
-    Native code looks at no tensor that it is given: one of another make would be read past its end.
+    Native code does not check its inputs: it would read a tensor of a different dtype or shape past its end.
 
     Raises:
-        ArtifactError: A step does not.
+        ArtifactError: A step is inconsistent.
     """
     metas = {value: item.meta for value, item in enumerate(variant.inputs)}
     known = symbols
     for step in variant.steps:
         if step.graph not in graphs:
-            raise malformed("graph of the plan", step.graph)
+            raise malformed("graph", step.graph)
         graph = graphs.parts_of(step.graph)[1]
         if len(graph.inputs) != len(step.inputs) or not len(graph.outputs) == len(graph.results) == len(step.outputs):
             raise malformed("step", repr(step))
         if {symbol.name for symbol in graph.symbols} - set(step.symbols):
             raise malformed("step", repr(step))
         for value, meta in zip(step.inputs, graph.inputs, strict=True):
-            if value not in metas or not _may_be(metas[value], meta):
+            if value not in metas or not _are_compatible(metas[value], meta):
                 raise malformed("input of a step", repr(step))
         metas.update(zip(step.outputs, graph.results, strict=True))
         for text in step.symbols.values():
             if step.splitting and text not in known and re.fullmatch(SYMBOL, text):
-                known = (*known, text)  # what its ops find in data are symbols from here on
+                known = (*known, text)  # a size from data is a symbol for the steps that follow
             expression(text, known)
     for text in variant.relations:
         expression(text, known)
 
 
-def _may_be(one: TensorMeta, other: TensorMeta) -> bool:
-    """Return whether two records may be of one tensor, each over symbols of its own; strides are not looked at."""
-    if one is other:
+def _are_compatible(left: TensorMeta, right: TensorMeta) -> bool:
+    """Return whether two records can describe the same tensor over different symbols. Strides are not compared."""
+    if left is right:
         return True
-    if (one.dtype, one.device, len(one.shape)) != (other.dtype, other.device, len(other.shape)):
+    if (left.dtype, left.device, len(left.shape)) != (right.dtype, right.device, len(right.shape)):
         return False
-    sizes = zip(one.shape, other.shape, strict=True)
-    return all(left == right or type(left) is type(right) is str for left, right in sizes)
+    return all(a == b or type(a) is type(b) is str for a, b in zip(left.shape, right.shape, strict=True))
 
 
 class ProgramWriter:
-    """Writes the function that runs a variant.
+    """Generates the function that runs a variant.
 
     Args:
         variant: The variant.
         graphs: The plan's graphs by identity.
-        symbols: The variant's symbols, checked.
+        symbols: The variant's symbols, already checked.
         eager: The functions of the splitting pieces, by the identity of their graph.
     """
 
@@ -137,29 +136,30 @@ class ProgramWriter:
         self.eager = eager
         known = {item.source: i for i, item in enumerate(variant.inputs)}
         needed, sources = template_needs(variant.given, with_sizes_from_data(variant, symbols))
-        #: The values that the output takes, and the sources of the objects in it that are no inputs.
+        #: The values that the output uses.
         self.needed = {*needed, *(known[source] for source in sources if source in known)}
+        #: The sources of the objects in the output that are not inputs.
         self.passed = [source for source in sources if source not in known]
         self.relations = [text for text in variant.relations if not set(symbols_of(text)) <= set(symbols)]
         self.code = Code(f"program of {len(variant.steps)} steps")
         self.defined = set(range(len(variant.inputs)))
         self.of_model: frozenset[int] = frozenset()
-        #: line → (step, how many outputs it has): where a piece that returns another number of tensors is noticed
+        #: Line → (step, number of outputs): the lines that fail if a piece returns a different number of tensors.
         self.unpacked: dict[int, tuple[Step, int]] = {}
         self.num_compiled = 0
-        #: By the ids of a graph and of symbols, which the plan keeps alive: how dtype, shape and stride of each
-        #: output are written, and what repairs it.
-        self.makes: dict[tuple[int, int], list[tuple[str, str, str, str] | None]] = {}
+        #: (id of a graph, id of its symbols) → the sources of the expected dtype, shape, stride and repair function of
+        #: each output. The plan keeps the objects alive.
+        self.expected_outputs: dict[tuple[int, int], list[tuple[str, str, str, str] | None]] = {}
 
     def function(self, call_inputs: Sequence[int], weights: Sequence[int]) -> Program:
         """Return the function.
 
         Args:
-            call_inputs: Positions of the inputs that come with a call, in the order in which they are handed over.
+            call_inputs: Positions of the inputs that come from the call, in the order in which they are passed.
             weights: Positions of the inputs that come from the model.
 
         Raises:
-            ArtifactError: The variant holds something outside its grammar.
+            ArtifactError: The variant violates its grammar.
         """
         code = self.code
         dying = self._last_uses()
@@ -176,7 +176,7 @@ class ProgramWriter:
         for index, step in enumerate(self.variant.steps):
             self._step(step, dying.get(index, []))
         objects = {source: f"o{i}" for i, source in enumerate(self.passed)}
-        # An input that the output passes through is the very object that was passed in.
+        # An input that the output passes through must be the same object.
         objects.update((item.source, f"v{i}") for i, item in enumerate(self.variant.inputs))
         output = template_source(
             self.variant.given,
@@ -198,7 +198,7 @@ class ProgramWriter:
             self.code.add(f"{tuple_source(names)} = {whole}")
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """Return step index → values that nothing needs after that step (-1: that no step needs)."""
+        """Return step index → values that are not needed after that step (-1: values that no step needs)."""
         last = dict.fromkeys(range(len(self.variant.inputs)), -1)
         for index, step in enumerate(self.variant.steps):
             last.update(dict.fromkeys((*step.inputs, *step.outputs), index))
@@ -213,7 +213,7 @@ class ProgramWriter:
         code = self.code
         graph = self.graphs.parts_of(step.graph)[1]
         code.add(f"args = [{', '.join(self._local(value) for value in step.inputs)}]")
-        # The list is then the only one that holds them, and the piece empties it: memory is free as soon as it can be.
+        # Then only the list holds the inputs, and the piece empties it, so memory is freed as early as possible.
         self._forget(value for value in dict.fromkeys(step.inputs) if value in dying)
         callee = self._callee(step)
         outputs = [self._new(value) for value in step.outputs]
@@ -221,10 +221,10 @@ class ProgramWriter:
         code.add(f"{tuple_source(outputs)} = {callee}(args)")
         if step.splitting:
             self._read_new_sizes(outputs, step, graph)
-            # Compare each with what its fake implementation promised the pieces that come after it.
-            for name, make in zip(outputs, self._makes(step, graph), strict=True):
-                if make is not None:
-                    code.add(check_line(name, *make))
+            # The pieces that follow rely on the outputs that the fake implementation promised.
+            for name, expected in zip(outputs, self._expected_outputs(step, graph), strict=True):
+                if expected is not None:
+                    code.add(check_line(name, *expected))
         self._forget(value for value in step.outputs if value in dying)
 
     def _callee(self, step: Step) -> str:
@@ -234,7 +234,7 @@ class ProgramWriter:
         return f"t{self.num_compiled - 1}"
 
     def _read_new_sizes(self, outputs: Sequence[str], step: Step, graph: PieceGraph) -> None:
-        """Read the sizes that the step found in data off its outputs, and check what the trace assumed of them."""
+        """Read the sizes that the step found in data from its outputs, and check what the trace assumed about them."""
         new: dict[str, str] = {}
         for output, meta in zip(outputs, graph.results, strict=True):
             for dim, size in enumerate(meta.shape):
@@ -256,15 +256,16 @@ class ProgramWriter:
                 refuse = self.code.constant(_refuse_sizes(text, symbols_of(text), ops))
                 self.code.add(f"if not {expression(text, self.symbols)}: {refuse}({sizes})")
 
-    def _makes(self, step: Step, graph: PieceGraph) -> list[tuple[str, str, str, str] | None]:
-        """Return what is written of the makes of a step's outputs; steps of equal layers share it.
+    def _expected_outputs(self, step: Step, graph: PieceGraph) -> list[tuple[str, str, str, str] | None]:
+        """Return the arguments of `check_line` for a step's outputs, shared by steps of equal layers.
 
-        None is of one that has a size from data that no tensor has by itself: no compiled piece relies on it.
+        An output is None if one of its sizes comes from data and cannot be read from a tensor: no compiled piece relies
+        on such a size.
         """
         key = id(graph), id(step.symbols)
-        if key not in self.makes:
+        if key not in self.expected_outputs:
             constant, repair = self.code.constant, self.code.constant(repairer(graph))
-            self.makes[key] = [
+            self.expected_outputs[key] = [
                 (
                     constant(dtype_of(meta.dtype)),
                     tuple_source(self._size(size, step) for size in meta.shape),
@@ -275,7 +276,7 @@ class ProgramWriter:
                 else None
                 for meta in graph.results
             ]
-        return self.makes[key]
+        return self.expected_outputs[key]
 
     def _is_known(self, meta: TensorMeta, step: Step) -> bool:
         dims = (rename(dim, step.symbols) for dim in meta.dims)
@@ -296,7 +297,7 @@ class ProgramWriter:
         return f"v{value}"
 
     def _forget(self, values: Iterable[int]) -> None:
-        # Those of the model live on in it whatever is forgotten here.
+        # The model keeps its own tensors alive, so deleting them here would free nothing.
         names = [f"v{value}" for value in values if value not in self.of_model]
         if names:
             self.code.add("del " + ", ".join(names))
@@ -304,11 +305,11 @@ class ProgramWriter:
 
 def _refuse_sizes(text: str, symbols: Sequence[str], ops: str) -> Callable[[tuple[int, ...]], None]:
     def refuse(sizes: tuple[int, ...]) -> None:
-        """Raise where data gave sizes that the pieces which come next were not compiled for."""
-        found = " and ".join(f"{symbol} = {size}" for symbol, size in zip(symbols, sizes, strict=True))
+        """Raise because the following pieces were not compiled for the sizes found in data."""
+        values = " and ".join(f"{symbol} = {size}" for symbol, size in zip(symbols, sizes, strict=True))
         msg = (
-            f"{ops} found sizes in the data of this call ({found}) that the compiled model does not serve: it was "
-            f"compiled for {text}. Warm with an example like this call, or pass otherwise='eager'."
+            f"{ops} found sizes in the data of this call ({values}) that the model was not compiled for: it requires "
+            f"{text}. Warm the model with an example like this call, or pass otherwise='eager'."
         )
         raise GuardError(msg, path=ops, expected=text, actual=dict(zip(symbols, sizes, strict=True)))
 
@@ -325,7 +326,7 @@ def _refuse_count(
     unpacked: Mapping[int, tuple[Step, int]], graphs: Mapping[str, PieceGraph]
 ) -> Callable[[ValueError], None]:
     def refuse(error: ValueError) -> None:
-        """Raise where the program itself could not unpack what a piece returned; an op's own error goes on."""
+        """Raise if a piece returned the wrong number of tensors; return for a ValueError from an op."""
         trace = error.__traceback__
         if trace is None or trace.tb_next is not None or "values to unpack" not in str(error):
             return
@@ -334,8 +335,8 @@ def _refuse_count(
         step, expected = unpacked[trace.tb_lineno]
         calls = ", ".join(op_names(graphs[step.graph])[:4])
         msg = (
-            f"Piece {step.piece} ({calls}) did not return the {expected} tensors of its graph ({error}): "
-            "the artifact is not this piece's. Warm again."
+            f"Piece {step.piece} ({calls}) did not return the {expected} tensors of its graph ({error}). "
+            "Its artifact belongs to another piece. Warm the model again."
         )
         raise ArtifactError(msg, path=step.piece, expected=expected) from None
 

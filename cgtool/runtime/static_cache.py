@@ -1,14 +1,14 @@
-"""The decode step of a causal language model of transformers: its key-value cache has one length, and is arguments.
+"""The decode step of a transformers causal language model with a key-value cache of fixed length.
 
-`StaticCacheStep` is what is traced: the model around a cache whose tensors it is given, which it writes to in place.
-`generating` puts what was compiled of it in the model's place, for `generate()`::
+`StaticCacheStep` is the traced module: it takes the tensors of the cache as arguments, and writes to them in place.
+`generating` returns a copy of the model whose `generate()` runs the compiled step::
 
     generate() ──▶ copy of the model ──▶ StaticCacheForward ──▶ LoadedModel of a StaticCacheStep
                    (weights shared)      takes a StaticCache     takes its tensors by name
 
-Tensors by name: `position_ids` where the model takes them; `mask`, or `mask_<kind>` where layers differ in kind
-(batch, 1, seq, length); `key_<i>` and `value_<i>` (batch, heads, length, width), and `length_<i>`, the number of tokens
-in them, of layer i. Needs transformers, and is imported for its models alone.
+The named tensors are `position_ids`, if the model takes it; `mask`, or a `mask_<kind>` for each kind of layer (batch,
+1, seq, length); and for each layer i, `key_<i>` and `value_<i>` (batch, heads, length, width) and `length_<i>`, the
+number of tokens in the cache. Requires transformers, and is imported only for its models.
 """
 
 from __future__ import annotations
@@ -40,30 +40,28 @@ from cgtool.runtime.find import Found
 from cgtool.runtime.otherwise import AnyCall, Otherwise
 
 PREFIX: Final = "static_cache"
-#: How many tokens a cache holds where nobody says, and the model takes as many.
-USUAL_LENGTH: Final = 2048
-#: The sizes of the example: neither 0 nor 1.
+#: The default length of a cache in tokens, unless the model's limit is lower.
+DEFAULT_LENGTH: Final = 2048
+#: The sizes of the example, which must not be 0 or 1.
 _BATCH: Final = 2
 _SEQ: Final = 16
 
-#: Arguments of a call that a step takes, or that say nothing where there is a cache.
-_TAKEN: Final = frozenset(
+#: Arguments that a step takes, or that have no effect with a cache.
+_ACCEPTED: Final = frozenset(
     {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
 )
-
-
-#: How many dimensions a mask has that says which tokens count, and one that attention takes.
-_OF_TOKENS: Final = 2
-_OF_SCORES: Final = 4
-#: What a configuration may ask for that a step does not give.
-_WANTED: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
+#: The number of dimensions of a padding mask, and of a mask that attention takes.
+_PADDING_MASK_DIMS: Final = 2
+_ATTENTION_MASK_DIMS: Final = 4
+#: Configuration fields that request outputs a step does not return.
+_EXTRA_OUTPUTS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class StaticCacheStep(nn.Module):
     """A causal language model around a static cache whose tensors are its arguments; returns logits.
 
     Args:
-        model: The model; its forward is what runs.
+        model: The model whose forward runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +69,7 @@ class StaticCacheStep(nn.Module):
         self.model = model
         takes = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in takes
-        #: Whether it gives the logits of the last token alone, which is all that `generate()` asks for.
+        #: Whether it returns only the logits of the last token, which are the ones that `generate()` needs.
         self.keeps_last = "logits_to_keep" in takes
         self.eval()
 
@@ -80,7 +78,7 @@ class StaticCacheStep(nn.Module):
 
         Shapes:
             input_ids: (batch, seq)
-            logits: (batch, 1, vocabulary), or (batch, seq, vocabulary) of a model that takes no `logits_to_keep`
+            logits: (batch, 1, vocabulary), or (batch, seq, vocabulary) if the model has no `logits_to_keep`
         """
         layers: list[Any] = []
         while (key := tensors.get(f"key_{len(layers)}")) is not None:
@@ -95,7 +93,7 @@ class StaticCacheStep(nn.Module):
         more: dict[str, Any] = {"position_ids": tensors["position_ids"]} if self.takes_positions else {}
         if self.keeps_last:
             more["logits_to_keep"] = 1
-        output = self.model.forward(  # its hooks run around the compiled step
+        output = self.model.forward(  # not __call__: the model's hooks run around the compiled step
             input_ids=input_ids,
             attention_mask=masks or tensors.get("mask"),
             past_key_values=cache,
@@ -107,47 +105,49 @@ class StaticCacheStep(nn.Module):
 
 
 def checked(model: Any) -> Any:
-    """Return a model that can have such a step.
+    """Return the model after checking that it can have a static cache.
 
     Raises:
-        ModelError: It is no causal language model of transformers.
+        ModelError: It is not a causal language model of transformers.
     """
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate() or getattr(model.config, "is_encoder_decoder", False):
         kind = type(model).__name__
         msg = (
-            f"A static cache is for a causal language model of transformers, and {kind} is none. Hand over what "
-            "AutoModelForCausalLM returns."
+            f"A static cache requires a causal language model of transformers; {kind} is not one. Pass a model from "
+            "AutoModelForCausalLM."
         )
         raise ModelError(msg, path="cache", expected="a causal language model", actual=kind)
     return model
 
 
 def length_refused(length: int | None, found: Found) -> tuple[str, ...]:
-    """Say why an entry does not serve a cache of `length` tokens; any length serves None."""
-    held = _length_of(found.plan)
-    if length is None or length == held:
+    """Return why an entry does not match a cache of `length` tokens; None accepts any length."""
+    compiled = _length_of(found.plan)
+    if length is None or length == compiled:
         return ()
-    return (f"its cache holds {held} tokens, and one of {length} is asked for",)
+    return (f"it was compiled for a cache of {compiled} tokens, and {length} are requested",)
 
 
 def static_cache_spec(model: nn.Module, length: int | None = None) -> ModelSpec:
-    """Return the decode step of a model as what is compiled: prefill and decode are variants of one example call.
+    """Return the spec that compiles a model's decode step; prefill and decode are variants of one example call.
 
     Args:
-        model: A causal language model of transformers, on any device, the meta device included.
-        length: How many tokens the cache holds, prompt and answer; None: what the model takes, 2048 at most.
+        model: A causal language model of transformers, on any device including meta.
+        length: The length of the cache in tokens, for prompt and answer together; None means the model's limit, at most
+            2048.
 
     Raises:
-        ModelError: It is no such model, or its cache is more than keys and values.
-        UsageError: It takes fewer tokens.
+        ModelError: It is not such a model, or its cache holds more than keys and values.
+        UsageError: The model's limit is lower than `length`.
     """
     config: Any = checked(model).config
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    length = min(limit or USUAL_LENGTH, USUAL_LENGTH) if length is None else length
+    length = min(limit or DEFAULT_LENGTH, DEFAULT_LENGTH) if length is None else length
     if length < 1 or (limit is not None and length > limit):
-        msg = f"A cache of {length} tokens does not fit {type(model).__name__}, which takes 1 to {limit or 'any'}."
+        allowed = f"from 1 to {limit} tokens" if limit else "at least 1 token"
+        msg = f"The cache length {length} is out of range for {type(model).__name__}, which takes {allowed}."
         raise UsageError(msg, path="cache_length", expected=limit, actual=length)
     cache = _filled(model, length)
     seq = min(_SEQ, length)
@@ -177,32 +177,35 @@ def static_cache_spec(model: nn.Module, length: int | None = None) -> ModelSpec:
 
 
 def _filled(model: nn.Module, length: int) -> Any:
-    """Return a cache of one sequence after one token: each layer knows its shapes.
+    """Return a cache of one sequence after one token, in which every layer has its shapes.
 
     Raises:
-        ModelError: A layer keeps something else than keys and values, or the model does not run with such a cache.
+        ModelError: A layer stores more than keys and values, or the model does not run with a static cache.
     """
     config: Any = model.config
     cache = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=length)
     kinds = {type(layer).__name__ for layer in cache.layers if not _is_plain(layer)}
     if kinds:
-        msg = f"The cache of {type(model).__name__} has {', '.join(sorted(kinds))}, and a static one here has keys and "
-        msg += "values alone. Compile the model without --cache."
+        msg = (
+            f"The cache of {type(model).__name__} has layers of {', '.join(sorted(kinds))}; a static cache supports "
+            "only keys and values. Compile the model without --cache."
+        )
         raise ModelError(msg, path="cache", actual=sorted(kinds))
     _renew(cache, length)
     ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.no_grad(), _experts_of_any_dtype(model):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Exception as error:  # the code of a model raises what it likes
-        msg = f"{type(model).__name__} does not run with a static cache: {type(error).__name__}: {error}"
+    except Exception as error:  # a model's code may raise any error
+        msg = f"{type(model).__name__} does not run with a static cache ({type(error).__name__}: {error}). "
+        msg += "Compile the model without --cache."
         raise ModelError(msg, path="cache") from error
     return cache
 
 
 @contextmanager
 def _experts_of_any_dtype(model: Any) -> Iterator[None]:
-    """Run experts in a way that fake tensors of every dtype can take; transformers chooses among several."""
+    """Use an experts implementation of transformers that supports fake tensors of every dtype."""
     before = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else {}
     grouped = "grouped_mm" in before.values() if isinstance(before, Mapping) else False
     if grouped:
@@ -219,7 +222,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _renew(cache: Any, length: int) -> None:
-    """Give an empty cache layers that hold `length` tokens each: what a window leaves out, the masks leave out."""
+    """Replace the layers of an empty cache by full-length layers; masks take the place of sliding windows."""
     cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]
 
 
@@ -231,13 +234,13 @@ def _tensors(cache: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _masks(model: nn.Module, cache: Any) -> dict[str, torch.dtype]:
-    """Return the masks that the model is given, by the names of a step's arguments, with their dtypes."""
+    """Return the dtypes of the model's masks, by the names of a step's arguments."""
     named = _named_masks(_masks_for(model, cache, (1, 1), next(model.parameters()).device))
-    missing = [name for name, mask in named.items() if not isinstance(mask, torch.Tensor) or mask.dim() != _OF_SCORES]
-    if missing:
+    if any(not isinstance(mask, torch.Tensor) or mask.dim() != _ATTENTION_MASK_DIMS for mask in named.values()):
+        implementation = getattr(model.config, "_attn_implementation", None)
         msg = (
-            f"The attention of {type(model).__name__} takes no mask over the cache "
-            f"({getattr(model.config, '_attn_implementation', None)}). Choose attn_implementation='sdpa'."
+            f"The attention of {type(model).__name__} ({implementation}) does not take a mask over the cache. Use "
+            "attn_implementation='sdpa'."
         )
         raise ModelError(msg, path="attn_implementation", expected="sdpa")
     return {name: mask.dtype for name, mask in named.items()}
@@ -246,7 +249,7 @@ def _masks(model: nn.Module, cache: Any) -> dict[str, torch.dtype]:
 def _masks_for(
     model: nn.Module, cache: Any, shape: tuple[int, int], device: torch.device, **given: torch.Tensor | None
 ) -> Any:
-    """Return the masks that `generate()` makes for a call with this cache."""
+    """Return the masks that `generate()` creates for a call with this cache."""
     create: Callable[..., Any] = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     arguments = {"attention_mask": None, "position_ids": None, **given}
@@ -255,18 +258,18 @@ def _masks_for(
 
 
 def _named_masks(masks: Any) -> dict[str, Any]:
-    if isinstance(masks, Mapping):  # in the order of a set, which another process has otherwise
+    if isinstance(masks, Mapping):  # sorted: its order is that of a set, which differs between processes
         return {f"mask_{kind}": mask for kind, mask in sorted(masks.items())}
     return {"mask": masks}
 
 
 def _causal(past: torch.Tensor, sizes: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask that lets each token see itself and all before it.
+    """Return a causal mask: each token attends to itself and to all tokens before it.
 
     Args:
-        past: How many tokens the cache holds.
-        sizes: Batch, tokens, and the length of the cache.
-        dtype: Of the mask: bool, or what is added to the scores.
+        past: The number of tokens in the cache.
+        sizes: Batch, number of new tokens, and length of the cache.
+        dtype: bool, or the dtype of a mask that is added to the scores.
     """
     batch, seq, length = sizes
     rows = torch.arange(seq, device=past.device) + past
@@ -277,11 +280,11 @@ def _causal(past: torch.Tensor, sizes: tuple[int, int, int], dtype: torch.dtype)
 
 
 class StaticCacheForward:
-    """Takes what the forward of a model takes, with a `StaticCache`, and runs its compiled step.
+    """Runs the compiled step with the arguments of the model's forward and a `StaticCache`.
 
     Args:
         model: The model.
-        loaded: Its step, compiled.
+        loaded: The compiled step.
     """
 
     def __init__(self, model: nn.Module, loaded: LoadedModel) -> None:
@@ -297,14 +300,14 @@ class StaticCacheForward:
         probe = StaticCache(config=step.model.config.get_text_config(decoder=True), max_cache_len=1)
         _renew(probe, 1)
         self._masks = _masks(model, probe)
-        #: How many tokens each cache holds at most: asking a GPU for it would wait for all that it has to do.
+        #: An upper bound of the tokens in each cache; reading the number from a GPU would synchronize with it.
         self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step.
 
         Raises:
-            GuardError: The call brings another cache than was compiled for, or something that a step does not take.
+            GuardError: The call's cache differs from the compiled one, or an argument is not supported by the step.
         """
         given = {**self._signature.bind_partial(*args).arguments, **kwargs} if args else kwargs
         ids: Any = given.get("input_ids")
@@ -314,7 +317,7 @@ class StaticCacheForward:
         refusal = self._refusal(given)
         if refusal is not None:
             if isinstance(cache, StaticCache):
-                self._held.pop(cache, None)  # the model itself may write to it now
+                self._held.pop(cache, None)  # the model itself may write to the cache after this
             raise GuardError(refusal, path="past_key_values")
         logits = self._loaded(ids, **dict(self._arguments(given, ids, cache)))
         self._held[cache] += ids.shape[1]
@@ -323,7 +326,7 @@ class StaticCacheForward:
     attempt = __call__
 
     def fit(self, cache: Any, ids: torch.Tensor) -> None:
-        """Give a static cache that nobody wrote to the length that was compiled, unless it must hold more."""
+        """Resize an unused static cache to the compiled length, unless it must hold more."""
         if not isinstance(cache, StaticCache) or not all(map(_is_plain, cache.layers)):
             return
         layers: list[Any] = cache.layers
@@ -333,7 +336,7 @@ class StaticCacheForward:
         _renew(cache, self.length)
         fresh: Any = cache.layers
         for layer, shapes in zip(fresh, self._layers, strict=True):
-            # Without a token: the layer asks for heads, width and dtype alone.
+            # Zero tokens: the layer reads only the batch, heads, width and dtype.
             layer.lazy_initialization(
                 *(
                     torch.empty((ids.shape[0], heads, 0, width), dtype=getattr(torch, dtype), device=ids.device)
@@ -342,48 +345,50 @@ class StaticCacheForward:
             )
 
     def _refusal(self, given: Mapping[str, Any]) -> str | None:
-        if any(part.training for part in self._model.children()):  # which the copy shares
-            return "The model is in training mode. Compiled entries are for inference: call model.eval() first."
+        if any(child.training for child in self._model.children()):  # the copy has the same children
+            return "The model is in training mode. Compiled models are for inference only: call model.eval() first."
         cache = given.get("past_key_values")
         if not isinstance(cache, StaticCache):
-            kind = "no cache" if cache is None else f"a {type(cache).__name__}"
+            kind = "has no cache" if cache is None else f"has a {type(cache).__name__}"
             return (
-                f"The call brings {kind}, and this was compiled for a static cache of {self.length} tokens. Call "
-                'generate() with cache_implementation="static", or without naming one.'
+                f"The call {kind}, but the model was compiled for a static cache of {self.length} tokens. Call "
+                'generate() with cache_implementation="static", or leave it unset.'
             )
-        held = cache.get_max_length()
-        if held > self.length:
+        max_length = cache.get_max_length()
+        if max_length > self.length:
             return (
-                f"The cache holds {held} tokens, and this was compiled for {self.length}. Ask for fewer new tokens, "
-                f"or warm with --cache-length {held}."
+                f"The cache has room for {max_length} tokens, but the model was compiled for {self.length}. Generate "
+                f"fewer tokens, or warm with --cache-length {max_length}."
             )
-        if held != self.length or not all(type(layer) is StaticLayer for layer in cache.layers):
+        if max_length != self.length or not all(type(layer) is StaticLayer for layer in cache.layers):
             return (
-                f"The cache was filled by another model, or for {held} tokens where this was compiled for "
-                f"{self.length}. Hand over an empty one."
+                f"The cache was filled by another model or has room for {max_length} tokens, but the model was "
+                f"compiled for {self.length}. Pass an empty cache."
             )
-        others = [name for name, value in given.items() if name not in _TAKEN and value not in (None, False)]
+        others = [name for name, value in given.items() if name not in _ACCEPTED and value not in (None, False)]
         if others or given.get("input_ids") is None:
-            what = f"brings {', '.join(others)}" if others else "brings no input_ids"
-            return f"The call {what}: a compiled step takes ids, their positions, a mask and a cache."
+            problem = f"passes {', '.join(others)}" if others else "has no input_ids"
+            return f"The call {problem}. A compiled step takes only input_ids, position_ids, a mask and a cache."
         config: Any = self._model.config
-        wanted = [name for name in _WANTED if given.get(name) is None and getattr(config, name, False)]
-        if wanted or not given.get("return_dict", True):
-            what = f"{wanted[0]} of the model's configuration" if wanted else "return_dict=False"
-            return f"{what} asks for another output than logits and a cache, which are what a compiled step gives."
+        extra = [name for name in _EXTRA_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
+        if extra or not given.get("return_dict", True):
+            cause = f"The model's configuration sets {extra[0]}" if extra else "The call passes return_dict=False"
+            return f"{cause}. A compiled step returns only logits and a cache, as an output object: unset it."
         masks = given.get("attention_mask")
-        if isinstance(masks, torch.Tensor) and masks.dim() > _OF_TOKENS and "mask" not in self._masks:
+        if isinstance(masks, torch.Tensor) and masks.dim() > _PADDING_MASK_DIMS and "mask" not in self._masks:
             kinds = " and ".join(name[5:] for name in self._masks)
-            return f"The layers differ in their masks: pass a dict of {kinds}, or a mask of tokens."
+            return f"The model's layers use different masks. Pass a dict of {kinds}, or a 2-D padding mask."
         seq = given["input_ids"].shape[1]
         if self._held.get(cache, self.length) + seq > self.length:
-            self._held[cache] = int(cache.get_seq_length())  # it may have been emptied
-        if (asked := self._held[cache] + seq) > self.length:
+            self._held[cache] = int(cache.get_seq_length())  # the cache may have been reset
+        if (needed := self._held[cache] + seq) > self.length:
             return (
-                f"The cache would hold {asked} tokens, and this was compiled for {self.length}. Warm with a longer one."
+                f"The cache would need room for {needed} tokens, but the model was compiled for {self.length}. "
+                "Generate fewer tokens, or warm with a longer --cache-length."
             )
-        if self._keeps_last and seq > 1 and not _is_one(given.get("logits_to_keep")):
-            return "A compiled step gives the logits of the last token alone. Pass logits_to_keep=1."
+        keep = given.get("logits_to_keep")
+        if self._keeps_last and seq > 1 and not (isinstance(keep, int) and keep == 1):
+            return "A compiled step returns only the logits of the last token. Pass logits_to_keep=1."
         return None
 
     def _arguments(self, given: Mapping[str, Any], ids: torch.Tensor, cache: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -395,7 +400,7 @@ class StaticCacheForward:
                 positions = (torch.arange(seq, device=ids.device) + past)[None]
             yield "position_ids", positions.expand(batch, seq).contiguous()
         masks = given.get("attention_mask")
-        if masks is None or (isinstance(masks, torch.Tensor) and masks.dim() == _OF_TOKENS):
+        if masks is None or (isinstance(masks, torch.Tensor) and masks.dim() == _PADDING_MASK_DIMS):
             masks = _masks_for(
                 self._model,
                 cache,
@@ -407,28 +412,27 @@ class StaticCacheForward:
         named = _named_masks(masks)
         for name, dtype in self._masks.items():
             mask = named.get(name)
-            # transformers leaves out a mask that is causal and no more; a program takes one all the same.
+            # transformers omits a purely causal mask, but the compiled program needs one.
             yield name, _causal(past, (batch, seq, self.length), dtype) if mask is None else mask.contiguous()
         yield from _tensors(cache)
 
 
 def _output_class(model: Any) -> Any:
-    """Return the class of what a model returns, by the annotation of its forward."""
+    """Return the output class in the annotation of the model's forward, else `CausalLMOutputWithPast`."""
     try:
         hint = typing.get_type_hints(model.forward).get("return")
     except Exception:  # noqa: BLE001 - an annotation may be any code
         hint = None
-    found = (one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one))
-    fields = {"logits", "past_key_values"}
-    return next((one for one in found if fields <= {f.name for f in dataclasses.fields(one)}), CausalLMOutputWithPast)
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, int) and value == 1
+    for candidate in (hint, *typing.get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            fields = {field.name for field in dataclasses.fields(candidate)}
+            if {"logits", "past_key_values"} <= fields:
+                return candidate
+    return CausalLMOutputWithPast
 
 
 def _layers_of(plan: Plan) -> list[tuple[tuple[int, int, str], ...]]:
-    """Return (heads, width, dtype) of the keys and of the values of each layer, as they were compiled."""
+    """Return the compiled (heads, width, dtype) of each layer's keys and of its values."""
     metas = _metas_of(plan)
     return [
         tuple((int(meta.shape[1]), int(meta.shape[3]), meta.dtype) for meta in (metas["key", i], metas["value", i]))
@@ -437,34 +441,34 @@ def _layers_of(plan: Plan) -> list[tuple[tuple[int, int, str], ...]]:
 
 
 def _length_of(plan: Plan) -> int:
-    """Return how many tokens the cache holds that was compiled for."""
+    """Return the length, in tokens, of the cache that was compiled for."""
     return int(_metas_of(plan)["key", 0].shape[2])
 
 
 def _metas_of(plan: Plan) -> dict[tuple[str, int], TensorMeta]:
     metas = {}
     for item in plan.variants[0].inputs:
-        if found := re.fullmatch(r'arg:tensors\["(key|value)_(\d+)"\]', item.source):
-            metas[found[1], int(found[2])] = item.meta
+        if match := re.fullmatch(r'arg:tensors\["(key|value)_(\d+)"\]', item.source):
+            metas[match[1], int(match[2])] = item.meta
     return metas
 
 
 def generating(model: Any, loaded: LoadedModel, otherwise: Otherwise) -> nn.Module:
-    """Return a copy of a model that shares its weights and whose forward is its compiled step, for `generate()`.
+    """Return a copy of a model that shares its weights and generates with the compiled step.
 
     Args:
-        model: The model, which is left as it is.
-        loaded: Its `StaticCacheStep`, compiled.
-        otherwise: What a call gets that the step does not serve: "raise", or "eager" for the model itself.
+        model: The model, which is not modified.
+        loaded: The compiled `StaticCacheStep` of the model.
+        otherwise: How to handle a call that the step does not accept: "raise", or "eager" for the model itself.
     """
     step: Any = StaticCacheForward(model, loaded)
     name = type(model).__qualname__
     served: Any = copy.copy(model)
 
-    def itself(*args: Any, **kwargs: Any) -> Any:
-        return model.forward(*args, **kwargs)  # its hooks run around the copy's
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return model.forward(*args, **kwargs)  # not __call__: the copy's __call__ runs the hooks
 
-    call = step if otherwise == "raise" else AnyCall(model, itself, name, otherwise, loaded=step)
+    call = step if otherwise == "raise" else AnyCall(model, eager, name, otherwise, loaded=step)
     prepare = types.MethodType(type(model).prepare_inputs_for_generation, served)
 
     @functools.wraps(model.forward)
@@ -473,23 +477,23 @@ def generating(model: Any, loaded: LoadedModel, otherwise: Otherwise) -> nn.Modu
 
     @functools.wraps(prepare)
     def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        step.fit(kwargs.get("past_key_values"), input_ids)  # masks are made for the cache as it is now
+        step.fit(kwargs.get("past_key_values"), input_ids)  # before masks are created for the cache
         return prepare(input_ids, *args, **kwargs)
 
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is None:
-            if (asked := kwargs.get("generation_config")) is None:
+            if (config := kwargs.get("generation_config")) is None:
                 kwargs.setdefault("cache_implementation", "static")
-            elif asked.cache_implementation is None:
-                kwargs["generation_config"] = copy.copy(asked)
+            elif config.cache_implementation is None:
+                kwargs["generation_config"] = copy.copy(config)
                 kwargs["generation_config"].cache_implementation = "static"
         return type(model).generate(served, *args, **kwargs)
 
     served.forward = forward
     served.generate = generate
     served.prepare_inputs_for_generation = prepare_inputs
-    # Asked for by generate() where torch would compile the model.
+    # generate() calls this instead of the model in cases where it would use torch.compile.
     served.get_compiled_call = lambda _config: served.__call__
     served.recheck = loaded.recheck
     return served  # type: ignore[no-any-return]  # a copy of a module

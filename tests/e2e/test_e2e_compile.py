@@ -171,7 +171,7 @@ def test_what_is_compiled_keeps_nothing_of_its_own_in_the_model(tmp_path, monkey
     for size in (3, 3, 5):
         run(x[:size])
     if otherwise == "background":
-        run._behind.join()
+        run._background.join()
     run.recheck()
     assert set(vars(module)) == before
 
@@ -204,7 +204,7 @@ def test_a_list_of_parameters_that_grows_is_seen_by_the_next_call(tmp_path, monk
 
 def test_a_lazy_model_is_refused_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
-    with pytest.raises(ModelError, match=r"without a size yet, as nn\.LazyLinear has: call it once"):
+    with pytest.raises(ModelError, match=r"uninitialized parameters, as nn\.LazyLinear does\. Call the model once"):
         cgtool.compile(torch.nn.LazyLinear(3).eval(), example_args=(torch.rand(3, 4),), cache_dir=tmp_path)
 
 

@@ -192,8 +192,8 @@ def test_a_package_larger_than_a_file_may_be_is_a_sentence(limit):
     )
     done = in_a_process(before=before)
     (said,) = done.out.splitlines()
-    assert said.startswith("refused: A package of "), done.err
-    assert said.endswith("Raise the limit (`ulimit -f`).")
+    assert said.startswith("refused: A compiled package of "), done.err
+    assert said.endswith("Raise the limit on the size of files (`ulimit -f`).")
 
 
 #: Mounts things for a process alone.
@@ -402,7 +402,7 @@ def test_an_op_that_nothing_has_registered_is_a_sentence():
     )
     done = in_a_process(source, data=package_of(CUSTOM_OPS[name].piece))
     assert "cgtool_user" in done.out, done.err
-    assert "import the module" in done.out
+    assert "Import the module" in done.out
 
 
 @pytest.mark.slow

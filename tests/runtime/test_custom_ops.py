@@ -145,7 +145,7 @@ def test_a_module_may_be_imported_again(namespace, tmp_path, monkeypatch):
 
     (tmp_path / f"{name}.py").write_text(source.replace("3.0", "4.25"))
     del sys.modules[name]
-    with pytest.raises(UsageError, match=r"::scale is registered already by .* with another kernel"):
+    with pytest.raises(UsageError, match=r"::scale, which .* already registered with a different kernel"):
         importlib.import_module(name)
     assert torch.equal(getattr(torch.ops, namespace).scale(torch.ones(1)), torch.full((1,), 3.0))
 
@@ -172,7 +172,7 @@ def add_doubled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_another_op_of_the_same_name_is_refused_and_the_first_stays(namespace, change, what):
     first = {"op_func": double, "mutates_args": (), "fake_impl": double_fake}
     direct_register_custom_op("f", **first, namespace=namespace)
-    with pytest.raises(UsageError, match=f"registered already .* another {what}"):
+    with pytest.raises(UsageError, match=f"already registered with a different {what}"):
         direct_register_custom_op("f", **(first | change), namespace=namespace)
     assert torch.equal(getattr(torch.ops, namespace).f(torch.ones(1)), torch.full((1,), 2.0))
 
@@ -186,10 +186,10 @@ def test_kernels_that_differ_in_what_they_close_over_are_not_the_same(namespace)
 
     direct_register_custom_op("constant", make(2), namespace=namespace)
     direct_register_custom_op("constant", make(2), namespace=namespace)
-    with pytest.raises(UsageError, match="another kernel"):
+    with pytest.raises(UsageError, match="different kernel"):
         direct_register_custom_op("constant", make(3), namespace=namespace)
     direct_register_custom_op("tensor", make(torch.tensor(2)), namespace=namespace)
-    with pytest.raises(UsageError, match="another kernel"):
+    with pytest.raises(UsageError, match="different kernel"):
         direct_register_custom_op("tensor", make(torch.tensor(3)), namespace=namespace)
 
 
@@ -220,7 +220,7 @@ def test_what_makes_no_schema_is_refused_and_nothing_is_registered(namespace, op
 
 
 def test_a_registration_that_fails_halfway_leaves_the_name_free(namespace):
-    with pytest.raises(UsageError, match="torch refused"):
+    with pytest.raises(UsageError, match="torch rejected"):
         direct_register_custom_op("f", double, fake_impl=double_fake, namespace=namespace, dispatch_key="Nonsense")
     direct_register_custom_op("f", double, fake_impl=double_fake, namespace=namespace)
     assert torch.equal(getattr(torch.ops, namespace).f(torch.ones(1)), torch.full((1,), 2.0))
