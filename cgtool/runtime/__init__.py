@@ -1,4 +1,4 @@
-"""From a plan and opened artifacts to a callable, with torch alone.
+"""Find a cache entry for a model and run it, with torch alone.
 
-Imports neither Dynamo nor Inductor, so that a process which starts from the cache never pays for them.
+Imports neither Dynamo nor Inductor, so that a process that starts from the cache does not pay for them.
 """

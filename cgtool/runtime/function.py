@@ -1,4 +1,4 @@
-"""A plain function in the place of a model, so that it is traced, found and called as one."""
+"""Wrap a plain function as a model, so that it can be traced, found and called like one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class FunctionModel(nn.Module):
-    """A model whose forward is a function; the modules that the function calls stay its own.
+    """A model whose forward is a function. Modules that the function calls are not registered as children.
 
     Args:
-        function: What is compiled.
+        function: The function to compile.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -1,1 +1,1 @@
-"""The serving runtime: which CUDA graph serves a batch, how graphs are captured and replayed, one step of a model."""
+"""The serving runtime: capture a model as CUDA graphs, choose a graph for each batch, and run serving steps."""

@@ -1,4 +1,4 @@
-"""The private names of torch that serving needs, each read in 2.13.0 and unchanged since 2.11."""
+"""The private torch APIs that serving uses. Each was checked in 2.13.0 and is unchanged since 2.11."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture that failed on the current stream, so that allocator, pool and random numbers are as before it."""
-    with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # where the error made the capture invalid
-        warnings.simplefilter("ignore")  # it may have come before the first kernel
+    """End a failed capture on the current stream; restore the allocator, the pool and the random number generators."""
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # raises if the error invalidated the capture
+        warnings.simplefilter("ignore")  # the capture may be empty
         graph.capture_end()
     try:
         graph.pool()
-    except RuntimeError:  # it did not end: the allocator still fills the pool, and reset() would not let go of it
+    except RuntimeError:  # capture did not end: the allocator still uses the pool, and reset() would not release it
         device = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
@@ -34,7 +34,7 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def end_capture_of_generators() -> None:
-    """Let torch's generators know that no capture is under way: they learn it only from a capture that ends well."""
+    """Run a successful capture, which is the only way to tell torch's generators that no capture is active."""
     cell = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")

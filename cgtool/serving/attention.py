@@ -1,14 +1,14 @@
-"""Attention over a paged KV cache: what a batch tells it, and a plain implementation on SDPA.
+"""Attention over a paged KV cache: the metadata of a batch, and a reference implementation on SDPA.
 
-A sequence's keys and values lie in blocks of `block_size` tokens; block 0 belongs to nobody, and pads write there. The
-implementation here serves any device, and FULL graphs of uniform decode batches (`AttentionCGSupport.UNIFORM_BATCH`); a
-server brings kernels of its own.
+The keys and values of a sequence are stored in blocks of `block_size` tokens. Block 0 is reserved for pads. The
+implementation works on any device, and in FULL graphs of uniform decode batches (`AttentionCGSupport.UNIFORM_BATCH`).
+Production servers use their own kernels.
 
-Legend of shapes: T tokens, R sequences, Q tokens of each sequence, H heads, K key-value heads, D head width, B blocks,
-S tokens of a block, L cached tokens.
+Legend of shapes: T tokens, R sequences, Q tokens per sequence, H heads, K key-value heads, D head width, B blocks, S
+tokens per block, L cached tokens.
 """
 
-# Shapes are suffixes (the legend above), and F is what everyone calls it.
+# Names end in shapes (see the legend above), and F is the usual alias.
 # ruff: noqa: N803, N806, N812
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, KVCache]:
-    """Return a KV cache of zeros for each layer; block 0 is for pads."""
+    """Return a zeroed KV cache for each layer; block 0 is reserved for pads."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     return {
         name: KVCache(
@@ -50,15 +50,16 @@ def allocate_kv_caches(
 
 @dataclass(frozen=True, kw_only=True)
 class PagedMetadata:
-    """Where the tokens of a batch and of its sequences lie; tensors are padded as the batch is.
+    """The positions of a batch's tokens in the batch and in the KV cache. Tensors are padded like the batch.
 
     Attributes:
-        slots: Where each token's key and value go: [T], block * block_size + offset.
-        block_tables: The blocks of each sequence in order, 0 after its last: [R, most blocks].
-        seq_lens: Tokens of each sequence, those of this step included: [R].
-        query_starts: Where the tokens of each sequence begin in the batch, and the end: [R + 1].
-        uniform_query_len: Tokens of every sequence in this step; None where they differ.
-        query_lens: Tokens of each sequence in this step, without pads, for attention that runs outside of graphs.
+        slots: The slot of each token's key and value: [T], block * block_size + offset.
+        block_tables: The blocks of each sequence in order, 0 after the last: [R, maximum number of blocks].
+        seq_lens: The number of tokens in each sequence, including this step's: [R].
+        query_starts: The index of each sequence's first token in the batch, and the total: [R + 1].
+        uniform_query_len: The number of tokens that every sequence has in this step; None if they differ.
+        query_lens: The number of tokens of each sequence in this step, without pads, for attention that runs outside
+            graphs.
         cached_lens: As `seq_lens`, without pads, on the host.
     """
 
@@ -80,7 +81,7 @@ def paged_attention(
     cache: KVCache,
     metadata: PagedMetadata,
 ) -> None:
-    """Store keys and values of the batch, and write causal attention of its tokens into `output_THD`."""
+    """Store the keys and values of the batch, and write its causal attention to `output_THD`."""
     for new, stored in ((k_TKD, cache.keys), (v_TKD, cache.values)):
         stored.view(-1, *stored.shape[2:]).index_copy_(0, metadata.slots, new)
     query_len = metadata.uniform_query_len
@@ -98,12 +99,12 @@ def paged_attention(
 
 
 def _attend(q_RQHD: torch.Tensor, cache: KVCache, tables_RB: torch.Tensor, seq_lens_R: torch.Tensor) -> torch.Tensor:
-    """Attend from the last Q tokens of each sequence to all of its tokens."""
+    """Return attention from the last Q tokens of each sequence to all tokens of the sequence."""
     num_cached = tables_RB.shape[1] * cache.keys.shape[1]
     places_L = torch.arange(num_cached, device=q_RQHD.device)
     last_RQ = seq_lens_R[:, None] - q_RQHD.shape[1] + torch.arange(q_RQHD.shape[1], device=q_RQHD.device)
     seen_RQL = places_L <= last_RQ[:, :, None]
-    # What lies behind a sequence's end is another's or nobody's: a NaN there would pass through a weight of zero.
+    # Zero the slots past a sequence's end, which may belong to another: even with weight 0, a NaN would propagate.
     own_RL11 = (places_L < seq_lens_R[:, None])[:, :, None, None]
     k, v = (
         torch.where(own_RL11, stored[tables_RB].flatten(1, 2), 0).transpose(1, 2)

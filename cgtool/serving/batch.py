@@ -1,4 +1,4 @@
-"""A batch as tensors: the inputs of a step and the metadata of its attention, in buffers that never move."""
+"""A batch as tensors: the inputs of a step and its attention metadata, in buffers with fixed addresses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cgtool.serving.forward_context import BatchDescriptor
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one sequence does in a step.
+    """One sequence's part of a step.
 
     Attributes:
-        token_ids: Its new tokens: a prompt or a part of one, the token sampled last, or that and the speculative ones.
-        num_computed: How many of its tokens the KV cache holds already.
-        blocks: Its blocks of the KV cache in order, enough for all of these tokens; never block 0.
+        token_ids: The new tokens: a prompt or part of one, or the last sampled token and any speculative tokens.
+        num_computed: The number of the sequence's tokens that are already in the KV cache.
+        blocks: The sequence's KV cache blocks in order, enough for all of its tokens; never block 0.
     """
 
     token_ids: Sequence[int]
@@ -30,20 +30,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """All of its tokens, those of this step included."""
+        """The number of tokens in the sequence, including this step's."""
         return self.num_computed + len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """How large batches may be.
+    """The maximum size of batches.
 
     Attributes:
-        max_num_seqs: Sequences of a batch.
-        max_num_tokens: Tokens of a batch.
-        max_seq_len: Tokens of a sequence.
-        block_size: Tokens of a block of the KV cache.
-        uniform_query_len: Tokens of a sequence in a decode step: 1, or 1 and the speculative tokens.
+        max_num_seqs: Sequences per batch.
+        max_num_tokens: Tokens per batch.
+        max_seq_len: Tokens per sequence.
+        block_size: Tokens per KV cache block.
+        uniform_query_len: Tokens per sequence in a decode step: 1 plus the number of speculative tokens.
     """
 
     max_num_seqs: int
@@ -54,16 +54,16 @@ class BatchLimits:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of a sequence."""
+        """The maximum number of blocks per sequence."""
         return -(-self.max_seq_len // self.block_size)
 
 
-#: Parts of a buffer begin at multiples of so many integers: kernels are compiled for addresses that are aligned.
-_ALIGNED = 32
+#: The alignment of a buffer's parts, in integers: kernels are compiled for aligned addresses.
+_ALIGNMENT = 32
 
 
 class InputBuffers:
-    """The device's buffers of a step, all parts of one, so that a step copies once."""
+    """The device buffers of a step, all parts of one allocation, so that a step needs a single copy."""
 
     def __init__(
         self, limits: BatchLimits, max_padded_tokens: int, device: torch.device, pad_token_id: int = 0
@@ -72,9 +72,9 @@ class InputBuffers:
         self._pad = pad_token_id
         num_tokens, num_seqs = max(limits.max_num_tokens, max_padded_tokens), limits.max_num_seqs
         needed = [num_tokens, num_tokens, num_tokens, num_seqs, num_seqs + 1, num_seqs * limits.max_blocks]
-        sizes = [-(-size // _ALIGNED) * _ALIGNED for size in needed]
+        sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in needed]
         self._begins = tuple(accumulate(sizes, initial=0))
-        # Python writes the integers of a step many times faster than torch does one by one.
+        # Writing integers one by one is many times faster in Python's array than in a tensor.
         self._ints = array("q", bytes(8 * sum(sizes)))
         self._host = torch.frombuffer(self._ints, dtype=torch.int64)
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -83,14 +83,15 @@ class InputBuffers:
     def fill(
         self, requests: Sequence[Request], descriptor: BatchDescriptor
     ) -> tuple[torch.Tensor, torch.Tensor, PagedMetadata]:
-        """Return input ids, positions and metadata of a batch, padded to `descriptor`.
+        """Return the input ids, positions and metadata of a batch, padded to `descriptor`.
 
-        Pads of a uniform batch are sequences of their own, whose tokens lie in block 0; other pads are in no sequence.
+        In a uniform batch, pads form additional sequences, whose tokens are in block 0. In other batches, pads do not
+        belong to a sequence.
 
         Args:
             requests: The batch.
-            descriptor: How many tokens, and sequences where that matters, the batch is padded to; whether attention may
-                count on `uniform_query_len` tokens of each sequence, pads included.
+            descriptor: The size to pad to, in tokens and, if it matters, in sequences; and whether attention may rely
+                on `uniform_query_len` tokens per sequence, including pads.
         """
         uniform = descriptor.uniform
         limits, query_len, size = self._limits, self._limits.uniform_query_len, self._limits.block_size
@@ -137,8 +138,8 @@ class InputBuffers:
         fits = request.num_tokens <= limits.max_seq_len and len(request.blocks) <= limits.max_blocks
         if not request.token_ids or not fits or not enough:
             msg = (
-                f"A request of {len(request.token_ids)} new and {request.num_computed} cached tokens in blocks "
-                f"{list(request.blocks)} cannot run: it needs a new token, at most {limits.max_seq_len} tokens in all, "
-                f"and blocks of {limits.block_size} tokens for them."
+                f"A request with {len(request.token_ids)} new and {request.num_computed} cached tokens in blocks "
+                f"{list(request.blocks)} cannot run: it must have at least one new token, at most "
+                f"{limits.max_seq_len} tokens in total, and enough blocks of {limits.block_size} tokens."
             )
             raise UsageError(msg, actual=request)

@@ -1,4 +1,4 @@
-"""Capturing all graphs of a model at start-up, and what that cost."""
+"""Capture all CUDA graphs of a model at start-up, and report the time and memory they took."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from cgtool.serving.model import GraphedModel
 
 _log = logging.getLogger(__name__)
 
-#: Runs the model once, on dummy inputs as large as a descriptor says: (runtime mode, descriptor, capturing).
+#: Runs the model once on dummy inputs of the descriptor's size: (runtime mode, descriptor, capturing).
 DummyRun = Callable[[CUDAGraphMode, BatchDescriptor, bool], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedSize:
-    """One key that was captured.
+    """One captured key.
 
     Attributes:
         mode: PIECEWISE or FULL.
         descriptor: The padded batch.
-        secs: How long warming up and capturing took.
-        pool_bytes: By how much the memory of the pools grew; 0 where a larger graph's memory was used again.
+        secs: The time that warm-up and capture took.
+        pool_bytes: The growth of the pools' memory; 0 if the graph reuses a larger graph's memory.
     """
 
     mode: CUDAGraphMode
@@ -40,13 +40,13 @@ class CapturedSize:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureReport:
-    """What a start-up captured.
+    """The captures of a start-up.
 
     Attributes:
-        sizes: In order of capture.
-        secs: All of it.
-        pool_bytes: What the pools hold.
-        pools_are_shared: Whether all graphs share one pool, because outputs are copied; else each has its own.
+        sizes: The captured keys, in order of capture.
+        secs: The total time.
+        pool_bytes: The memory of the pools.
+        pools_are_shared: Whether all graphs share one pool, because outputs are copied; otherwise each has a pool.
     """
 
     sizes: tuple[CapturedSize, ...]
@@ -64,18 +64,18 @@ def capture_cudagraphs(
     rank: int = 0,
     on_event: OnEvent = ignore,
 ) -> CaptureReport:
-    """Capture a graph for every key of `dispatcher`, largest first, so that smaller ones fit into the memory of larger.
+    """Capture a graph for every key of `dispatcher`, largest first, so that smaller graphs reuse the larger's memory.
 
     Args:
-        model: What is captured; keys that it has already are skipped.
-        dispatcher: Names the keys. It sends batches to graphs once all of them are captured.
-        dummy_run: Runs the model on inputs of a size.
-        num_warmups: How often each size runs without a graph first: kernels are loaded and workspaces allocated then.
-        rank: Only rank 0 shows progress.
-        on_event: Is told of each key.
+        model: The model to capture; keys that it has already captured are skipped.
+        dispatcher: Provides the keys. It is enabled once all graphs are captured.
+        dummy_run: Runs the model on inputs of a given size.
+        num_warmups: The number of runs without a graph before each capture, which load kernels and allocate workspaces.
+        rank: Only rank 0 reports progress.
+        on_event: Called after each key.
 
     Raises:
-        GraphError: A capture failed; of its key nothing is kept, and the dispatcher stays off.
+        GraphError: A capture failed. Nothing is kept for its key, and the dispatcher stays disabled.
     """
     dispatcher.enabled = False
     start, sizes, held = time.perf_counter(), [], model.pools.held_bytes()

@@ -1,8 +1,7 @@
-"""Whether a model may be served from CUDA graphs: it is run as a server would run it, with traps laid.
+"""Check that a model gives correct results from CUDA graphs, by running it as a server would under harsh conditions.
 
-The traps: pads and every block of the KV cache that no sequence owns hold NaN; graphs are replayed in random order,
-mixed with each other; outputs of earlier replays are kept and looked at again at the end; counters tell what was made
-meanwhile.
+Pads and all KV cache blocks that no sequence owns hold NaN. Graphs are replayed in random order. Outputs of earlier
+replays are kept and compared again at the end. Counters show whether anything was compiled or captured during replays.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _NAN = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
-        fault: "pads": pads reach real rows. "differs": a replay gives other bits than the same batch without graphs.
-            "overwritten": an output changed after it was handed out. "made": something was traced, compiled, opened or
-            captured after warm-up. "refused": a graph could not be replayed, because an input or a weight moved.
-        sentence: What happened.
-        mode: Of the graph; None where the fault belongs to no single one.
-        num_tokens: Of the graph, pads included; None as for `mode`.
+        fault: "pads": pads affect real rows. "differs": a replay is not bitwise equal to the same batch without graphs.
+            "overwritten": an output changed after it was returned. "made": something was traced, compiled, opened or
+            captured after warm-up. "refused": a graph could not be replayed because an input or a weight moved.
+        sentence: A description of the fault.
+        mode: The mode of the graph; None if the fault does not concern a single graph.
+        num_tokens: The number of tokens of the graph, including pads; None as for `mode`.
     """
 
     fault: Fault
@@ -49,13 +48,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRecord:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        mode: What is captured.
-        num_keys: How many graphs, or sets of graphs of pieces, were checked.
-        num_replays: How many steps ran from graphs.
-        findings: Each fault once for each graph that shows it.
+        mode: The CUDA graph mode.
+        num_keys: The number of keys that were checked; each has one graph, or one per piece.
+        num_replays: The number of steps that ran from graphs.
+        findings: The faults, each once per graph.
     """
 
     mode: CUDAGraphMode
@@ -65,18 +64,18 @@ class CheckRecord:
 
     @property
     def may_be_served(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if the check found no fault."""
         return not self.findings
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """A batch for one key, with room for pads where the key is not the smallest, and what it gives without graphs."""
+    """A batch for one key, with pads unless the key is the smallest, and its output without graphs."""
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     requests: tuple[Request, ...]
-    wanted: torch.Tensor
+    expected: torch.Tensor
 
 
 def check_model(
@@ -87,20 +86,21 @@ def check_model(
     num_rounds: int = 3,
     seed: int = 0,
 ) -> CheckRecord:
-    """Run every captured key of a runner in random order and say what is wrong.
+    """Run every captured key of a runner in random order and report faults.
 
-    The KV caches are overwritten, and the row of the pads' token in `embeddings` while the check runs.
+    Overwrites the KV caches. While the check runs, also overwrites the row of the pad token in `embeddings`.
 
     Args:
-        runner: Its graphs are captured or not; its model returns one tensor with a row for each token.
-        vocab_size: Tokens of requests are below it; one of them belongs to pads.
-        embeddings: What turns token ids into rows: where pads get NaN from.
-        num_rounds: How often each key is replayed.
-        seed: Fixes batches and order.
+        runner: The runner; its graphs are captured if they are not yet. Its model must return one tensor with a row
+            per token.
+        vocab_size: The vocabulary size. Requests use all tokens except the pad token.
+        embeddings: The embeddings of token ids, in which the pad token's row is set to NaN.
+        num_rounds: The number of replays of each key.
+        seed: The seed for batches and their order.
     """
     if not runner.dispatcher.enabled:
         runner.capture()
-    rng = random.Random(seed)  # noqa: S311 - traffic, no secret
+    rng = random.Random(seed)  # noqa: S311 - test traffic, not a secret
     found: dict[tuple[Fault, CUDAGraphMode | None, int | None], Finding] = {}
 
     def note(fault: Fault, sentence: str, case: _Case | None = None) -> None:
@@ -124,17 +124,17 @@ def check_model(
             num_replays += 1
             held.append((case, actual, actual.clone()))
             plain = _run(runner, case.requests, CUDAGraphMode.NONE, BatchDescriptor(len(actual)))
-            if (actual.isnan() & ~plain.isnan()).any() or (case.wanted.isnan() & ~plain.isnan()).any():
-                note("pads", "A real row holds NaN that came from pads or from blocks of no sequence.", case)
-            elif not _same_bits(actual, case.wanted):
-                note("differs", "A replay gives other bits than the same padded batch run without graphs.", case)
-        for case, actual, then in held:
-            if not _same_bits(actual, then):
-                note("overwritten", "An output changed while it was held: a later replay wrote over it.", case)
+            if (actual.isnan() & ~plain.isnan()).any() or (case.expected.isnan() & ~plain.isnan()).any():
+                note("pads", "A real row holds NaN from pads or from blocks that no sequence owns.", case)
+            elif not _same_bits(actual, case.expected):
+                note("differs", "A replay is not bitwise equal to the same padded batch without graphs.", case)
+        for case, actual, original in held:
+            if not _same_bits(actual, original):
+                note("overwritten", "A later replay overwrote an output that was still in use.", case)
         made = {name: n - before[name] for name, n in counters().items() if name != "replays" and n != before[name]}
         if made:
-            words = ", ".join(f"{count} {name}" for name, count in sorted(made.items()))
-            note("made", f"After warm-up, requests caused {words}.")
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(made.items()))
+            note("made", f"After warm-up, requests caused {counts}.")
     return CheckRecord(
         mode=runner.dispatcher.mode,
         num_keys=len(cases),
@@ -161,18 +161,18 @@ def _case(
         computed = rng.randrange(room - length + 1)
         needed = -(-(computed + length) // limits.block_size)
         drawn = [rng.randrange(vocab_size - 1) for _ in range(length)]
-        tokens = [token + (token >= runner.pad_token_id) for token in drawn]  # all but that of pads
+        tokens = [token + (token >= runner.pad_token_id) for token in drawn]  # skips the pad token
         blocks = list(range(block, block + needed))
         requests.append(Request(token_ids=tokens, num_computed=computed, blocks=blocks))
         block += needed
-    wanted = _run(runner, requests, CUDAGraphMode.NONE, descriptor)
-    return _Case(mode=mode, descriptor=descriptor, requests=tuple(requests), wanted=wanted)
+    expected = _run(runner, requests, CUDAGraphMode.NONE, descriptor)
+    return _Case(mode=mode, descriptor=descriptor, requests=tuple(requests), expected=expected)
 
 
 def _run(
     runner: ModelRunner, requests: Sequence[Request], mode: CUDAGraphMode, descriptor: BatchDescriptor
 ) -> torch.Tensor:
-    """Run a batch over a KV cache in which the sequences' own blocks hold numbers and all others NaN."""
+    """Run a batch over a KV cache in which the sequences' blocks hold numbers and all others NaN."""
     num_used = 1 + max(block for request in requests for block in request.blocks)
     for layer, cache in enumerate(runner.kv_caches.values()):
         for offset, stored in enumerate((cache.keys, cache.values)):
@@ -200,7 +200,7 @@ def _nan_pads(runner: ModelRunner, embeddings: Sequence[nn.Embedding]) -> Iterat
 
 @contextlib.contextmanager
 def _full_checks(runner: ModelRunner) -> Iterator[None]:
-    """Check inputs fully at each replay while the block runs."""
+    """Enable full checks of inputs at each replay."""
     wrappers = runner.model.wrappers
     before = [wrapper.debug for wrapper in wrappers]
     for wrapper in wrappers:
@@ -212,5 +212,5 @@ def _full_checks(runner: ModelRunner) -> Iterator[None]:
             wrapper.debug = debug
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and bool(((left == right) | (left.isnan() & right.isnan())).all())

@@ -1,7 +1,7 @@
-"""What layers may know of the batch that is being run, without its being passed to them.
+"""The forward context: facts about the current batch that layers read without taking them as arguments.
 
-A captured graph takes no new arguments, so attention finds its metadata and its KV cache here, and wrappers the chosen
-CUDA graph mode. The context belongs to the thread and the asyncio task that set it.
+A captured graph takes no new arguments, so attention reads its metadata and KV cache from the context, and wrappers
+read the chosen CUDA graph mode. The context belongs to the thread and the asyncio task that set it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cgtool.errors import UsageError
 
 
 class BatchDescriptor(NamedTuple):
-    """What tells one CUDA graph from another: a padded batch.
+    """The key of a CUDA graph: a padded batch.
 
     Attributes:
-        num_tokens: Tokens, pads included.
-        num_reqs: Sequences, pads included; None where the graph does not depend on them, as those of pieces.
+        num_tokens: The number of tokens, including pads.
+        num_reqs: The number of sequences, including pads; None if the graph does not depend on it, as graphs of pieces.
         uniform: Whether every sequence has the same number of tokens: a decode batch, speculative or not.
         has_lora: Whether the graph applies LoRA adapters.
-        num_active_loras: For how many adapters the graph was captured; 0 without LoRA.
+        num_active_loras: The number of adapters that the graph was captured for; 0 without LoRA.
     """
 
     num_tokens: int
@@ -37,13 +37,13 @@ class BatchDescriptor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The facts of a step that layers ask for most.
+    """The facts about a step that layers use most.
 
     Attributes:
-        positions: Positions of the tokens in their sequences, pads included.
-        is_prefill: Whether some sequence brings more tokens than a decode step has.
-        batch_size: Sequences, without pads.
-        graph_bs: Sequences, with pads.
+        positions: The positions of the tokens in their sequences, including pads.
+        is_prefill: Whether any sequence has more tokens than in a decode step.
+        batch_size: The number of sequences, without pads.
+        graph_bs: The number of sequences, with pads.
         is_draft: Whether a draft model runs.
     """
 
@@ -56,22 +56,22 @@ class Context:
 
 @dataclass(frozen=True)
 class DPMetadata:
-    """How many tokens each data-parallel rank runs in this step.
+    """The number of tokens that each data-parallel rank runs in this step.
 
     Attributes:
-        num_tokens_across_dp: Tokens of each rank, pads included, by rank.
+        num_tokens_across_dp: The number of tokens of each rank, including pads, by rank.
     """
 
     num_tokens_across_dp: Sequence[int]
 
     def __post_init__(self) -> None:
         if not self.num_tokens_across_dp or min(self.num_tokens_across_dp) < 0:
-            msg = "num_tokens_across_dp has a count of tokens, 0 or more, for each data-parallel rank."
+            msg = "num_tokens_across_dp must have a token count of 0 or more for each data-parallel rank."
             raise UsageError(msg, actual=list(self.num_tokens_across_dp))
 
     @property
     def max_tokens_across_dp(self) -> int:
-        """The largest count: what every rank is padded to where they run collectives together."""
+        """The largest count, to which every rank is padded if the ranks run collectives together."""
         return max(self.num_tokens_across_dp)
 
     @property
@@ -86,18 +86,18 @@ class DPMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """Everything that layers may ask of the current step; all of it is empty between steps.
+    """The state of the current step for layers and wrappers. Empty between steps.
 
     Attributes:
         no_compile_layers: Layers that run as plain Python, by name.
         attn_metadata: Lengths, block tables and slots of the batch, for attention.
         kv_cache_data: The KV cache of each attention layer, by name.
-        context: The facts that layers ask for most.
-        dp_metadata: Token counts of the data-parallel ranks; None without them.
-        spec_decode_metadata: Whatever a speculative decoder passes to its layers.
-        batch_descriptor: The key of the graph that serves this batch.
-        cudagraph_runtime_mode: NONE, PIECEWISE or FULL: which wrappers replay.
-        capturing: Whether a wrapper that lacks the graph captures it now.
+        context: The facts that layers use most.
+        dp_metadata: Token counts of the data-parallel ranks; None without data parallelism.
+        spec_decode_metadata: Data that a speculative decoder passes to its layers.
+        batch_descriptor: The key of this batch's graph.
+        cudagraph_runtime_mode: The wrappers that replay: NONE, PIECEWISE or FULL.
+        capturing: Whether a wrapper without a graph for this batch captures one.
     """
 
     no_compile_layers: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +113,10 @@ class ForwardContext:
     def __post_init__(self) -> None:
         if not self.cudagraph_runtime_mode.is_valid_runtime_mode():
             names = ", ".join(sorted(mode.name for mode in CUDAGraphMode.valid_runtime_modes()))
-            msg = f"A batch runs under one of {names}; {self.cudagraph_runtime_mode.name} is a choice for many batches."
+            msg = (
+                f"A batch runs in one of the modes {names}. {self.cudagraph_runtime_mode.name} is not a mode of a "
+                "single batch; dispatch the batch to get its mode."
+            )
             raise UsageError(msg, actual=self.cudagraph_runtime_mode.name)
 
 
@@ -122,7 +125,7 @@ _current: ContextVar[ForwardContext] = ContextVar("cgtool_forward_context", defa
 
 
 def get_forward_context() -> ForwardContext:
-    """Return the context of the step that runs now, an empty one between steps."""
+    """Return the context of the current step, or an empty context between steps."""
     return _current.get()
 
 
@@ -130,7 +133,7 @@ def set_forward_context(context: ForwardContext) -> _Previous:
     """Make `context` the current one, until `reset_forward_context` or the end of a `with` block.
 
     Returns:
-        A context manager whose end restores what was current before this call.
+        A context manager that restores the previous context on exit.
     """
     previous = _current.get()
     _current.set(context)
@@ -145,7 +148,8 @@ def reset_forward_context() -> None:
 class _Previous:
     """Restores a context at the end of a `with` block.
 
-    It sets the value and uses no token: a token is refused where a task or a generator ends in another context.
+    It sets the value rather than resetting a token, because a token is invalid if a task or generator ends in another
+    context.
     """
 
     def __init__(self, context: ForwardContext) -> None:

@@ -1,6 +1,6 @@
-"""Capturing and replaying on a device: what the rest of serving asks of it, and CUDA's answer.
+"""The interface for capturing and replaying graphs on a device, and its CUDA implementation.
 
-Tests answer the same questions on the CPU with a double that is checked against this one on a GPU.
+Tests use a CPU double of the interface, which is checked against this implementation on a GPU.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ class Graph(Protocol):
         """Run the kernels again on the memory that they were captured with."""
 
     def reset(self) -> None:
-        """Forget the kernels; memory that no other graph of the pool uses is free again."""
+        """Discard the kernels and free the memory that no other graph of the pool uses."""
 
 
 class GraphBackend(Protocol):
-    """A device that captures."""
+    """A device that can capture graphs."""
 
     def new_pool(self) -> Any:
-        """Return a handle of a memory pool that nothing was captured into."""
+        """Return the handle of a new memory pool."""
 
     def capture(self, *, pool: Any) -> AbstractContextManager[Graph]:
-        """Return a block whose kernels are recorded into the graph that it yields, and not run.
+        """Return a context manager that records kernels, without running them, into the graph that it yields.
 
-        A pool is used up when the last of its graphs was reset: none can be captured into it again.
+        Allocations in the block come from `pool`, and may reuse memory of the pool that is free at the time, even if
+        other graphs of the pool write to it. After an error, the device is as before and the graph is empty.
 
-        What the block allocates is of `pool`. Memory of the pool that is free then is used again, whatever graphs of
-        the pool write to it. After an error the device is as it was, and the graph holds nothing.
+        Once the last graph of a pool has been reset, nothing can be captured into the pool again.
         """
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory that does not keep the pool from using it again."""
+        """Return a tensor over the same memory that does not keep the memory allocated."""
 
     def pool_bytes(self, pool: Any) -> int:
-        """Return how much memory a pool holds."""
+        """Return the size of a pool's memory."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was asked to do."""
+        """Wait until the device has finished all its work."""
 
 
 class CudaGraphs:
     """CUDA graphs of one device.
 
-    `torch.cuda.graph` is not used: it empties the caches of all streams before each capture, which takes longer than
-    the capture of a piece, and where a capture fails it leaves its own stream the current one.
+    Does not use `torch.cuda.graph`, which empties the caches of all streams before each capture. That takes longer than
+    capturing a piece, and if a capture fails, `torch.cuda.graph` leaves its own stream current.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class CudaGraphs:
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's own gap
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def new_pool(self) -> Any:
         """See `GraphBackend`."""
@@ -71,7 +71,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def capture(self, *, pool: Any) -> Iterator[Graph]:
-        """See `GraphBackend`. Other threads may use CUDA meanwhile, as loaders and samplers do."""
+        """See `GraphBackend`. Other threads, such as loaders and samplers, may use CUDA during the capture."""
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -95,7 +95,7 @@ class CudaGraphs:
 
     def pool_bytes(self, pool: Any) -> int:
         """See `GraphBackend`."""
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # torch's own gap
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # untyped in torch
         return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
     def synchronize(self) -> None:

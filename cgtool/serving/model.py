@@ -1,7 +1,7 @@
-"""A model whose batches run from CUDA graphs: one FULL wrapper around it, and one PIECEWISE wrapper around each piece.
+"""A model that runs from CUDA graphs: a FULL wrapper around the model, and a PIECEWISE wrapper around each piece.
 
-Serving needs little of what `cgtool.load` returns: that it is callable, has the live `module`, and lets the functions
-of its compiled pieces be replaced (`wrap_pieces`). Models that keep to this by hand are served as well.
+Serving relies on a small part of what `cgtool.load` returns: it is callable, has the live `module`, and allows its
+pieces to be replaced (`wrap_pieces`). Any other object with this interface works as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cgtool.serving.wrapper import CUDAGraphWrapper, Pools
 
 @runtime_checkable
 class PiecewiseModel(Protocol):
-    """A callable that runs compiled pieces and lets each be wrapped."""
+    """A callable that runs compiled pieces, each of which can be wrapped."""
 
     module: nn.Module
 
@@ -33,30 +33,30 @@ class PiecewiseModel(Protocol):
         """Run the model."""
 
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return what calls read of the module, as it is now, by source."""
+        """Return the current tensors that calls read from the module, by source."""
 
     def open_all(self) -> None:
-        """Open whatever calls would open otherwise."""
+        """Open everything that calls would otherwise open on demand."""
 
     def wrap_pieces(self, wrap: WrapPiece) -> None:
-        """Call what `wrap` returns in place of each compiled piece, from now on."""
+        """Replace each compiled piece by what `wrap` returns for it, from now on."""
 
 
 class GraphedModel:
-    """A model that replays CUDA graphs as the forward context tells it, and is called as the model is.
+    """A callable model that replays CUDA graphs as the forward context directs.
 
     Args:
-        model: A `PiecewiseModel`; or any callable, such as a module, of which only FULL graphs are captured.
+        model: A `PiecewiseModel`; or any other callable, such as a module, for which only FULL graphs are captured.
         backend: The device.
         piecewise: Whether pieces are captured.
-        lend_outputs: Return tensors that the next replay of the same graph writes over; each graph has a memory pool of
-            its own then. Otherwise outputs are copied, and all graphs share one pool.
-        copy_inputs: Copy inputs that need not lie where they lay at capture: arguments of the call, and what splitting
-            ops return.
+        lend_outputs: Return tensors that the next replay of the same graph overwrites; each graph then has a separate
+            memory pool. Otherwise outputs are copied, and all graphs share one pool.
+        copy_inputs: Copy inputs whose addresses may differ from those at capture: the arguments of the call, and the
+            results of splitting ops.
         debug: Check shapes, strides and dtypes of inputs at each replay.
 
     Raises:
-        UsageError: `piecewise`, and a piece cannot be captured; the message names it.
+        UsageError: `piecewise` is set, and a piece cannot be captured. The message names the piece.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class GraphedModel:
         """Call the model.
 
         Raises:
-            GraphError: As the wrappers raise it.
-            UsageError: Calls leave something in attributes of the model, which a replay would not do, or write over.
+            GraphError: As `CUDAGraphWrapper`.
+            UsageError: Calls assign tensors to attributes of the model, which a replay would skip or overwrite.
         """
         mode = get_forward_context().cudagraph_runtime_mode
         if mode is not CUDAGraphMode.NONE and (kept := getattr(self.model, "keeps", ())):
             name = source_words(kept[0])
             msg = (
-                f"Each call leaves another tensor in {name} of the model, and a CUDA graph does not: keep it in a "
-                "buffer that is written in place, return it, or serve without graphs (cudagraph_mode NONE)."
+                f"Each call assigns a new tensor to {name} of the model, which a CUDA graph cannot do. Write into a "
+                "buffer in place, return the tensor, or serve without graphs (cudagraph_mode NONE)."
             )
             raise UsageError(msg, path=name, actual=kept)
         output = self.full(*args, **kwargs)
@@ -109,28 +109,28 @@ class GraphedModel:
         return copied(output) if leaves_graphs and not self._lend else output
 
     def open_all(self) -> None:
-        """Open every artifact of the model, so that no call does."""
+        """Open every artifact of the model, so that no call has to."""
         if isinstance(self.model, PiecewiseModel):
             self.model.open_all()
 
     @property
     def wrappers(self) -> tuple[CUDAGraphWrapper, ...]:
-        """The wrapper of the model and those of its pieces, as far as calls have come to them."""
+        """The wrapper of the model, and those of the pieces that calls have reached so far."""
         return (self.full, *self._pieces)
 
     def drop(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Forget what was captured for one key."""
+        """Drop the graphs of one key."""
         for wrapper in self.wrappers:
             if wrapper.mode is mode:
                 wrapper.drop(descriptor)
 
     def clear(self) -> None:
-        """Forget all graphs and give their memory back, as before a sleep; what is captured next gets new pools."""
+        """Drop all graphs and free their memory, as before a sleep. Later captures use new pools."""
         for wrapper in self.wrappers:
             wrapper.clear()
 
     def _wrap(self, piece: Piece, function: Boxed) -> Boxed:
-        _refuse(piece, copy_inputs=self._copy_inputs)
+        _check_piece(piece, copy_inputs=self._copy_inputs)
         wrapper = CUDAGraphWrapper(
             function,
             CUDAGraphMode.PIECEWISE,
@@ -147,28 +147,31 @@ class GraphedModel:
 
 
 def _tensors_of(model: Callable[..., Any]) -> HeldTensors | None:
-    """Return what a FULL graph of the model reads beside its arguments, as far as it can be told."""
+    """Return the tensors that a FULL graph of the model reads besides its arguments; None if they are unknown."""
     if isinstance(model, PiecewiseModel):
         return ReadTensors(model.live_tensors)
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     return None if module is None else ModelTensors(module)
 
 
-def _refuse(piece: Piece, *, copy_inputs: bool) -> None:
-    """Refuse a piece that graphs of counts of tokens cannot serve."""
+def _check_piece(piece: Piece, *, copy_inputs: bool) -> None:
+    """Raise if graphs that are chosen by token count cannot serve a piece."""
     if len(piece.dynamic_dims) > 1:
         msg = (
-            f"{piece.name} has {len(piece.dynamic_dims)} dynamic dimensions ({', '.join(piece.dynamic_dims)}), and a "
-            "CUDA graph is chosen by the count of tokens alone: make the others static, or capture no pieces."
+            f"{piece.name} has {len(piece.dynamic_dims)} dynamic dimensions ({', '.join(piece.dynamic_dims)}), but a "
+            "CUDA graph is chosen by token count alone. Make the others static, or use a mode without PIECEWISE."
         )
         raise UsageError(msg, path=piece.name, actual=piece.dynamic_dims)
     if not piece.dynamic_dims and not piece.is_static:
-        msg = f"No input of {piece.name} carries the count of tokens in its shape: give it one, or capture no pieces."
+        msg = (
+            f"No input of {piece.name} has the token count in its shape. Add an input that does, or use a mode without "
+            "PIECEWISE."
+        )
         raise UsageError(msg, path=piece.name)
     if piece.returned_by_ops and not copy_inputs:
         position, op = min(piece.returned_by_ops.items())
         msg = (
-            f"Tensor {position} of {piece.name} is returned by {op} and lies elsewhere at every call: let the op write "
-            "into an argument (mutates_args), or set cudagraph_copy_inputs."
+            f"Tensor {position} of {piece.name} is returned by {op}, so its address differs at every call. Have the op "
+            "write into an argument (mutates_args), or set cudagraph_copy_inputs."
         )
         raise UsageError(msg, path=piece.name, actual=op)

@@ -1,6 +1,6 @@
-"""One step of serving, from a batch to its result: describe, dispatch, prepare, run, slice.
+"""One serving step, from a batch to its result: describe, dispatch, prepare, run, slice.
 
-It is the reference for integrators: what a server does around a model that `cgtool.load` returned.
+A reference for integrators: it shows what a server does around a model from `cgtool.load`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cgtool.serving.modes import AttentionCGSupport, resolve_cudagraph_mode
 from cgtool.serving.sizes import check_compile_sizes, fit_sizes
 from cgtool.serving.tensors import map_tensors
 
-#: Sends a few integers to every data-parallel rank and returns those of all ranks, by rank.
+#: Sends a few integers to every data-parallel rank and returns the integers of all ranks, by rank.
 Gather = Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]]
 
 
@@ -39,25 +39,25 @@ class ModelRunner:
     """Runs batches of a decoder over a paged KV cache.
 
     Args:
-        model: Takes (input ids [T], positions [T]); its layers find their attention metadata and KV cache in the
-            forward context. What `cgtool.load` returns, or any other callable.
-        limits: How large batches may be.
-        config: Which graphs are captured, and whether inputs are copied; None takes the defaults.
-        kv_caches: The KV cache of each layer, by the name that the layer asks by.
-        supports: What each of the model's attention backends can do in a FULL graph.
-        device: Where the model runs.
-        backend: What captures; None takes CUDA graphs of `device`, and captures nothing on another.
-        context_sizes: Token counts to capture for batches that are no decode batches; None takes the sizes of decode
+        model: A model from `cgtool.load`, or any other callable. Takes (input ids [T], positions [T]); its layers read
+            their attention metadata and KV cache from the forward context.
+        limits: The maximum size of batches.
+        config: Which graphs are captured, and whether inputs are copied; None means the defaults.
+        kv_caches: The KV cache of each layer, by the layer's name.
+        supports: The support of each of the model's attention backends for FULL graphs.
+        device: The device of the model.
+        backend: The graph backend; None means CUDA graphs on a CUDA `device`, and no graphs on other devices.
+        context_sizes: Token counts to capture for batches other than decode batches; None means the sizes of decode
             batches. `cgtool.serving.sizes` has the lists of vLLM and TensorRT-LLM.
         enable_padding: Whether a batch is padded to the next captured size.
-        lora_counts: For how many active adapters graphs are captured.
-        strict: Refuse sizes that no batch can have instead of dropping them.
-        lend_outputs: Return tensors that a later step may write over.
-        capture_on_demand: Capture a graph that is missing when a request needs it; else that is an error.
+        lora_counts: The numbers of active adapters for which graphs are captured.
+        strict: Raise for sizes that no batch can have, instead of dropping them.
+        lend_outputs: Return tensors that a later step may overwrite.
+        capture_on_demand: Capture a missing graph when a request needs it, instead of raising.
         debug: Check inputs fully at each replay.
-        pad_token_id: The token of pads.
-        rank: Only rank 0 shows progress.
-        gather: Meets the other data-parallel ranks in each step; None where there are none.
+        pad_token_id: The token id of pads.
+        rank: Only rank 0 reports progress.
+        gather: Exchanges data with the other data-parallel ranks in each step; None without data parallelism.
 
     Raises:
         UsageError: The configuration cannot be served; the message says what to change.
@@ -101,7 +101,7 @@ class ModelRunner:
             uniform_query_len=limits.uniform_query_len,
             can_capture=backend is not None or device.type == "cuda",
         )
-        #: Why the mode is not the one that was asked for, a sentence for each step.
+        #: Why the mode differs from the requested one: a sentence for each step.
         self.mode_reasons = resolved.reasons
         self.dispatcher = _dispatcher(
             resolved.mode,
@@ -112,7 +112,7 @@ class ModelRunner:
             lora_counts=lora_counts,
             strict=strict,
         )
-        self.dispatcher.enabled = capture_on_demand  # else there is no graph before `capture`
+        self.dispatcher.enabled = capture_on_demand  # otherwise no graph exists before `capture`
         self.model = GraphedModel(
             model,
             backend=CudaGraphs(device) if backend is None else backend,
@@ -125,7 +125,7 @@ class ModelRunner:
         self._inputs = InputBuffers(limits, largest, device, pad_token_id)
 
     def capture(self, *, num_warmups: int = 1, on_event: OnEvent = ignore) -> CaptureReport:
-        """Capture all graphs; call it once at start-up, and again after `sleep`.
+        """Capture all graphs. Call this once at start-up, and again after `sleep`.
 
         Raises:
             GraphError: A capture failed.
@@ -141,30 +141,30 @@ class ModelRunner:
             )
 
     def sleep(self) -> None:
-        """Give the memory of all graphs back; steps run without graphs until `capture` is called again."""
+        """Free the memory of all graphs. Steps run without graphs until `capture` is called again."""
         with self._lock:
             self.dispatcher.enabled = False
             self.model.clear()
 
     def run(self, requests: Sequence[Request], *, num_active_loras: int = 0, cascade: bool = False) -> Any:
-        """Run one step and return what the model returns for the tokens of `requests`, in order, without pads.
+        """Run one step and return the model's output for the tokens of `requests`, in order, without pads.
 
         Args:
-            requests: The batch; empty where other data-parallel ranks have work and this one has none.
-            num_active_loras: How many adapters its sequences use.
-            cascade: Whether attention runs as cascade attention, which no FULL graph holds.
+            requests: The batch; empty if only other data-parallel ranks have work.
+            num_active_loras: The number of adapters that the sequences use.
+            cascade: Whether attention runs as cascade attention, which FULL graphs do not support.
 
         Raises:
-            UsageError: The batch is larger than the limits.
-            GraphError: A graph cannot be replayed for it.
+            UsageError: The batch exceeds the limits.
+            GraphError: A graph cannot be replayed for the batch.
         """
         with self._lock:
             if any(0 in request.blocks for request in requests):
-                msg = "Block 0 of the KV cache is for pads: give each sequence blocks from 1 on."
+                msg = "Block 0 of the KV cache is reserved for pads. Assign blocks from 1 to sequences."
                 raise UsageError(msg)
             num_tokens, uniform = self._describe(requests)
             mode, descriptor, across = self._dispatch(num_tokens, uniform, num_active_loras, cascade=cascade)
-            if mode is CUDAGraphMode.NONE and requests:  # without a graph, attention serves what the batch is
+            if mode is CUDAGraphMode.NONE and requests:  # without a graph, attention handles the batch as it is
                 descriptor = descriptor._replace(uniform=uniform)
             return self.execute(requests, mode, descriptor, dp_metadata=across)
 
@@ -177,7 +177,7 @@ class ModelRunner:
         dp_metadata: DPMetadata | None = None,
         capturing: bool = False,
     ) -> Any:
-        """Run a batch that was dispatched: under `mode`, padded to `descriptor`."""
+        """Run a dispatched batch under `mode`, padded to `descriptor`."""
         num_tokens, uniform = self._describe(requests)
         input_ids, positions, metadata = self._inputs.fill(requests, descriptor)
         context = Context(
@@ -198,16 +198,17 @@ class ModelRunner:
         with set_forward_context(step), torch.no_grad():
             output = self.model(input_ids, positions)
         padded = descriptor.num_tokens
-        return map_tensors(lambda one: one[:num_tokens] if one.dim() and len(one) == padded else one, output)
+        return map_tensors(lambda t: t[:num_tokens] if t.dim() and len(t) == padded else t, output)
 
     def _describe(self, requests: Sequence[Request]) -> tuple[int, bool]:
-        """Return how many tokens a batch has, and whether it is a uniform decode batch."""
+        """Return the number of tokens in a batch, and whether it is a uniform decode batch."""
         lens = [len(request.token_ids) for request in requests]
         num_tokens = sum(lens)
         if len(lens) > self.limits.max_num_seqs or num_tokens > self.limits.max_num_tokens:
             msg = (
-                f"A batch of {len(lens)} sequences and {num_tokens} tokens is larger than max_num_seqs "
-                f"{self.limits.max_num_seqs} or max_num_tokens {self.limits.max_num_tokens}: split it, or raise them."
+                f"A batch of {len(lens)} sequences and {num_tokens} tokens exceeds max_num_seqs "
+                f"{self.limits.max_num_seqs} or max_num_tokens {self.limits.max_num_tokens}. Split the batch, or raise "
+                "the limits."
             )
             raise UsageError(msg, actual=(len(lens), num_tokens))
         return num_tokens, all(length == self.limits.uniform_query_len for length in lens)
@@ -221,9 +222,9 @@ class ModelRunner:
         )
         if self._gather is None:
             return mode, descriptor, None
-        # A rank without work takes part in whatever the others do.
-        own = CUDAGraphMode.FULL if num_tokens == 0 else mode
-        ranks = self._gather((num_tokens, int(uniform), own.value))
+        # A rank without work runs in the mode of the others.
+        highest = CUDAGraphMode.FULL if num_tokens == 0 else mode
+        ranks = self._gather((num_tokens, int(uniform), highest.value))
         lowest = CUDAGraphMode(min(value for _, _, value in ranks))
         largest = max(tokens for tokens, _, _ in ranks)
         mode, descriptor = self.dispatcher.dispatch(
@@ -232,15 +233,15 @@ class ModelRunner:
             num_active_loras=num_active_loras,
             most=lowest,
         )
-        if mode is CUDAGraphMode.NONE:  # unpadded, each rank its own; without work one pad takes part in collectives
+        if mode is CUDAGraphMode.NONE:  # each rank runs unpadded; one without work runs a pad, to join collectives
             counts = [max(tokens, 1) for tokens, _, _ in ranks]
             return mode, BatchDescriptor(max(num_tokens, 1)), DPMetadata(counts)
         return mode, descriptor, DPMetadata([descriptor.num_tokens] * len(ranks))
 
     def _dummy_run(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, capturing: bool) -> None:
-        """Run a batch that is as large as `descriptor` and whose tokens all lie in block 0."""
+        """Run a batch of the size of `descriptor` whose tokens are all in block 0."""
         requests = []
-        if not descriptor.uniform:  # pads are sequences of a uniform batch; of another, prompts exercise attention
+        if not descriptor.uniform:  # in a uniform batch, pads are sequences; in others, use prompts to run attention
             longest = self.limits.max_seq_len
             lens = [min(longest, descriptor.num_tokens - begin) for begin in range(0, descriptor.num_tokens, longest)]
             blocks = [0] * self.limits.max_blocks
@@ -261,7 +262,7 @@ def _dispatcher(
     lora_counts: Iterable[int],
     strict: bool,
 ) -> CudagraphDispatcher:
-    """Return the dispatcher for the sizes of a configuration, which counts them in sequences of a decode batch."""
+    """Return the dispatcher for the sizes of a configuration, which are in sequences of a decode batch."""
     query_len = limits.uniform_query_len
     if mode is CUDAGraphMode.NONE:
         return CudagraphDispatcher(mode, (), max_num_seqs=limits.max_num_seqs, uniform_query_len=query_len)
@@ -287,11 +288,11 @@ def _dispatcher(
 
 
 def gather_over(group: Any) -> Gather:
-    """Return a `Gather` over a process group of torch.distributed whose tensors lie on the CPU, such as gloo's."""
-    from torch import distributed  # only where there are ranks
+    """Return a `Gather` over a process group of torch.distributed with CPU tensors, such as a gloo group."""
+    from torch import distributed  # imported lazily: only needed with several ranks
 
-    def gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
-        sent = torch.tensor(own)
+    def gather(values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        sent = torch.tensor(values)
         received = [torch.empty_like(sent) for _ in range(distributed.get_world_size(group))]
         distributed.all_gather(received, sent, group=group)
         return [tuple(item.tolist()) for item in received]

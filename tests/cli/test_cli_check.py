@@ -64,8 +64,8 @@ def test_the_output_is_a_table_of_properties_and_a_summary(check, root):
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("pads", "A real row holds NaN that came from pads"),
-        ("overwritten", "An output changed while it was held"),
+        ("pads", "A real row holds NaN from pads"),
+        ("overwritten", "A later replay overwrote an output"),
     ],
 )
 def test_a_fault_is_reported_with_its_graph_and_exit_code_3(check, root, fault, sentence):
@@ -88,8 +88,8 @@ def test_a_fault_is_reported_with_its_graph_and_exit_code_3(check, root, fault, 
             2,
             "No CUDA graph would be captured, so there is nothing to check. The configuration captures none.",
         ),
-        (("--arg", "fault=no graphs"), 2, "the device has no CUDA graphs"),
-        (("--arg", "embedding=embed"), 1, "'embed' is not an embedding of the model; its embeddings: embed_tokens"),
+        (("--arg", "fault=no graphs"), 2, "the device does not support CUDA graphs"),
+        (("--arg", "embedding=embed"), 1, "'embed' is no embedding of the model; those it has: embed_tokens"),
         (("--cudagraph-mode", "SOME"), 2, "cudagraph_mode"),
     ],
 )

@@ -219,7 +219,7 @@ def test_cuda_graphs_do_not_serve_what_each_call_must_leave(tmp_path, mode):
         )
         with set_forward_context(context):
             if context_mode is mode:
-                with pytest.raises(UsageError, match="Each call leaves another tensor in mean of the model"):
+                with pytest.raises(UsageError, match="Each call assigns a new tensor to mean of the model"):
                     graphed(x)
             else:
                 assert graphed(x).shape == x.shape

@@ -109,12 +109,12 @@ def test_a_piece_without_outputs_gives_none():
     ],
 )
 def test_what_is_outside_the_grammar_is_refused(recipe):
-    with pytest.raises(ArtifactError, match="(?i)warm (the model )?again"):
+    with pytest.raises(ArtifactError, match=r"(?i)warm (the model )?again"):
         with_views(native, recipe, piece(1), num_constants=0)
 
 
 def test_a_symbol_of_another_name_or_without_a_size_of_its_own_is_refused():
     recipe = '[["input", 0, ["s0"], [1], 0]]'
     for graph in (piece(1, shape=("2*s0", 8)), piece(1, symbols=("args", "s0"), shape=("args", "s0"))):
-        with pytest.raises(ArtifactError, match="(?i)warm (the model )?again"):
+        with pytest.raises(ArtifactError, match=r"(?i)warm (the model )?again"):
             with_views(native, recipe, graph, num_constants=0)

@@ -107,4 +107,4 @@ def test_inputs_that_move_are_found(device):
 
     record, faults = check(Moving(VOCAB, device=device), device, mode="PIECEWISE")
     assert ("refused", "PIECEWISE", 4) in faults
-    assert "does not lie where it lay" in record.findings[0].sentence
+    assert "The address of tensor 0 of piece 2 changed" in record.findings[0].sentence

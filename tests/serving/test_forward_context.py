@@ -63,7 +63,7 @@ def test_the_descriptor_and_the_mode_travel_with_it():
 
 
 def test_a_pair_of_modes_is_no_runtime_mode():
-    with pytest.raises(UsageError, match="a choice for many batches"):
+    with pytest.raises(UsageError, match="is not a mode of a single batch"):
         ForwardContext(cudagraph_runtime_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
 

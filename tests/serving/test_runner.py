@@ -98,7 +98,7 @@ def test_a_request_that_needs_a_missing_graph_captures_it_only_if_that_was_asked
     strict, lazy = Cached(module, device, config=DECODE), Cached(module, device, config=DECODE, capture_on_demand=True)
     strict.capture()
     strict.model.clear()
-    with pytest.raises(GraphError, match="requests capture none"):
+    with pytest.raises(GraphError, match="capturing during requests is disabled"):
         strict.run([request([5])])
     before = counters()
     first, second = lazy.run([request([5])]), lazy.run([request([5])])
@@ -170,11 +170,11 @@ def test_layers_see_the_step_they_are_in(device):
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([request([])], "needs a new token"),
+        ([request([])], "at least one new token"),
         ([request(list(range(13)))], "blocks of 4 tokens"),
         ([request([1], computed=32, blocks=range(1, 20))], "at most 32 tokens"),
         ([request([1], blocks=(0,))], "Block 0"),
-        ([request([1])] * 5, "larger than max_num_seqs 4"),
+        ([request([1])] * 5, "exceeds max_num_seqs 4"),
         ([request([1] * 20, blocks=range(1, 9))] * 2, "max_num_tokens 32"),
     ],
 )

@@ -143,7 +143,7 @@ def test_full_graphs_of_every_batch_are_lowered_to_what_attention_can_do(loaded)
     _, model = loaded
     runner = Cached(model, "cpu", config=CONFIG.replace(cudagraph_mode="FULL"))
     assert runner.dispatcher.mode.name == "FULL_AND_PIECEWISE"
-    assert "not for mixed ones" in runner.mode_reasons[0]
+    assert "not for mixed batches" in runner.mode_reasons[0]
 
 
 @pytest.mark.usefixtures("double_is_unseen")
@@ -261,7 +261,7 @@ def test_a_full_graph_reads_no_tensor_that_was_replaced_wherever_the_model_holds
     with step("FULL", 2):
         torch.testing.assert_close(graphed(x), module(x))
         name = swap(module, place)
-        with pytest.raises(GraphError, match=f"^{name} is another tensor than when the model was captured"):
+        with pytest.raises(GraphError, match=f"^{name} was replaced after the model was captured"):
             graphed(x)
     graphed.clear()
     with step("FULL", 2, capturing=True):

@@ -79,7 +79,7 @@ def test_oversize_batches_are_dropped_with_a_warning_or_refused(caplog):
         assert fit_sizes([1, 4, 8, 16], max_num_seqs=8, max_num_tokens=100) == (1, 4, 8)
     assert "[16]" in caplog.text
     assert fit_sizes([1, 4, 8], max_num_seqs=8, max_num_tokens=12, uniform_query_len=3) == (1, 4)
-    with pytest.raises(UsageError, match=r"\[16\] sequences cannot be needed"):
+    with pytest.raises(UsageError, match=r"\[16\] sequences are never used"):
         fit_sizes([1, 16], max_num_seqs=8, max_num_tokens=100, strict=True)
     with pytest.raises(UsageError, match="smaller sizes"):
         fit_sizes([16], max_num_seqs=8, max_num_tokens=100)
