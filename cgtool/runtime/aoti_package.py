@@ -206,14 +206,15 @@ def with_write_back(run: Boxed, written: Sequence[int]) -> Boxed:
         if not unaligned:
             return run(inputs)
         originals = [inputs[n] for n in unaligned]
-        with torch.inference_mode():  # allows writes to any tensor, as native code does
+        # Ordinary tensors, which a custom op in Python can write outside inference mode, too.
+        with torch.inference_mode(mode=False), torch.no_grad():
             copies = [
                 torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in originals
             ]
         for n, tensor in zip(unaligned, copies, strict=True):
             inputs[n] = tensor
         outputs = run(inputs)
-        with torch.inference_mode():
+        with torch.inference_mode():  # allows writes to any tensor, as native code does
             for tensor, copy in zip(originals, copies, strict=True):
                 tensor.copy_(copy)
         return outputs

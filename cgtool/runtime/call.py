@@ -354,7 +354,7 @@ class LoadedModel(AsModule):
             return
         items = [*served.call_inputs, *(served.variant.inputs[i] for i in served.weights)]
         requiring = (item for item, tensor in zip(items, (*tensors, *weights), strict=True) if tensor.requires_grad)
-        name = self._signature.spoken(next(requiring).source)
+        name = self._signature.display_name(next(requiring).source)
         msg = f"{name} requires grad and grad mode is on. {_INFERENCE_ONLY}: call the model under torch.no_grad()."
         raise GuardError(msg, path=name)
 

@@ -86,7 +86,7 @@ class Explainer:
 
     def _name(self, source: str) -> str:
         """Return a source as the user knows it."""
-        return self._signature.spoken(source)
+        return self._signature.display_name(source)
 
     def _reasons(self, guard: Guard, actual: Any, sentence: str, roots: Roots) -> list[str]:
         source = parse_source(guard.source)

@@ -166,7 +166,7 @@ def differences_now(key: Key, live: Live, *, when: When | None = None) -> tuple[
     for name, rule in FACTORS.items():
         if name in stored and when in (rule.when, None):
             now = rule.now(live, stored[name])
-            if not same(stored[name], now):  # comparing digests of a large factor would take milliseconds
+            if not equal_json(stored[name], now):  # comparing digests of a large factor would take milliseconds
                 from cgtool.store.key import difference_between, sentences  # imported lazily: a hit does not need it
 
                 found += sentences(difference_between(name, stored[name], now))

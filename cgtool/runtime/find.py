@@ -190,10 +190,10 @@ class Finder:
         tables = [variant.model_guards for variant in plan.variants]
         roots = Roots(self._module, method)
         if isinstance(tables[0], GuardTable) and "transformers.utils.output_capturing" in sys.modules:
-            from cgtool.guards.first_call import install_hooks, with_hooks  # imported lazily: rarely needed
+            from cgtool.guards.transformers import install_hooks, models_with_hooks  # imported lazily: rarely needed
 
             with contextlib.suppress(SourceError):
-                for source in with_hooks(tables[0].texts.whole):  # all variants of a plan share their texts
+                for source in models_with_hooks(tables[0].texts.whole):  # all variants of a plan share their texts
                     install_hooks(roots.resolve(source))
         failures = failures_of(tables, roots)
         if failures:

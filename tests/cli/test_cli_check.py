@@ -89,7 +89,7 @@ def test_a_fault_is_reported_with_its_graph_and_exit_code_3(check, root, fault, 
             "No CUDA graph would be captured, so there is nothing to check. The configuration captures none.",
         ),
         (("--arg", "fault=no graphs"), 2, "the device does not support CUDA graphs"),
-        (("--arg", "embedding=embed"), 1, "'embed' is no embedding of the model; those it has: embed_tokens"),
+        (("--arg", "embedding=embed"), 1, "'embed' is not an embedding of the model; its embeddings: embed_tokens"),
         (("--cudagraph-mode", "SOME"), 2, "cudagraph_mode"),
     ],
 )
