@@ -106,7 +106,7 @@ def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
         pytest.skip("the system's folders cannot be mounted anew here")
     report = ran.report
     assert report["error"][0] == "NoRoomError", report
-    assert "Set TMPDIR to a folder that can be written." in report["error"][1]
+    assert "Set TMPDIR to a writable folder." in report["error"][1]
 
 
 INDUCTOR = """

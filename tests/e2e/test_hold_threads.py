@@ -74,7 +74,7 @@ def test_a_thread_that_forgets_no_grad_is_told(loaded):
     """Grad mode is on in a new thread, whatever the one that loaded had chosen."""
 
     def work(_):
-        with pytest.raises(cgtool.GuardError, match=r"call it under torch\.no_grad\(\)"):
+        with pytest.raises(cgtool.GuardError, match=r"call the model under torch\.no_grad\(\)"):
             loaded(*arguments(1, 1))
 
     at_once(work)
