@@ -1,8 +1,9 @@
-"""Factors of the environment: what changes them, what does not, and what reading them costs."""
+"""Environment factors: what changes them, and what does not."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_harness import forked
 
 from cgtool.runtime import factors
 
@@ -19,58 +21,57 @@ pytestmark = pytest.mark.torch
 SOURCE = """
 import json, sys
 from cgtool.runtime.factors import environment_factors
+factors = environment_factors()
 heavy = ("torch._inductor", "torch._dynamo", "sympy", "triton")
-found = []
-for step in json.loads(sys.argv[1]):
-    exec(step)
-    found.append(environment_factors())
-    if step == "":
-        found.append([name for name in heavy if name in sys.modules])
-print(json.dumps(found))
+print(json.dumps([factors, [name for name in heavy if name in sys.modules]]))
 """
 NAMES = ["torch", "triton", "python", "compiler", "target", "precision", "inductor_environment", "inductor"]
 
 
-def factors_after(*steps, **changes):
-    """Return the factors of a fresh process after each step; after the empty step also what heavy things it loaded."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent), **changes}
-    done = subprocess.run(
-        [sys.executable, "-c", SOURCE, json.dumps(steps)], capture_output=True, text=True, env=env, check=False
-    )
+def test_a_new_process_finds_the_same_factors_without_heavy_imports_wherever_its_folders_are(tmp_path):
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent.parent),
+        "HOME": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "MASTER_PORT": "29501",
+        "PYTHONHASHSEED": "7",
+        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", SOURCE], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_importing_inductor_changes_nothing_and_changing_it_does():
-    plain, loaded, imported, patched, places, changed = factors_after(
-        "",
-        "import torch._inductor.config as c, torch._inductor.compile_fx",
-        "with c.patch(max_fusion_size=3): pass",
-        "c.compile_threads = 3; c.trace.debug_dir = '/x'",
-        "c.max_fusion_size = 3",
-    )
-    assert loaded == []
-    assert list(plain) == NAMES
-    assert imported == patched == places == plain
-    assert changed == {**plain, "inductor": {"max_fusion_size": 3}}
-
-
-def test_where_things_are_changes_nothing_and_what_changes_code_is_named(tmp_path):
-    [found, _] = factors_after(
-        "",
-        HOME=str(tmp_path),
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
-        MASTER_PORT="29501",
-        PYTHONHASHSEED="7",
-        TORCHINDUCTOR_MAX_AUTOTUNE="1",
-    )
+    found, heavy = json.loads(done.stdout)
+    assert heavy == []
+    assert list(found) == NAMES
     plain = factors.environment_factors()
     variables = {**plain["inductor_environment"], "TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
     assert found == {**plain, "inductor_environment": variables}
 
 
+def test_importing_inductor_changes_no_factor_but_changing_its_settings_does():
+    plain = forked_factors()
+    importlib.import_module("torch._inductor.compile_fx")
+    import torch._inductor.config as inductor
+
+    assert factors.environment_factors() == plain
+    with inductor.patch(max_fusion_size=3):
+        assert factors.environment_factors() == {**plain, "inductor": {"max_fusion_size": 3}}
+    assert factors.environment_factors() == plain
+    with inductor.patch({"compile_threads": 3, "trace.debug_dir": "/x"}):
+        assert factors.environment_factors() == plain
+
+
+def forked_factors():
+    """Return the factors of a process that has not imported Inductor."""
+    ran = forked(SOURCE)
+    assert ran.code == 0, ran.err
+    found, heavy = json.loads(ran.out)
+    assert heavy == []
+    return found
+
+
 @pytest.mark.parametrize("backend", ["", "cuda.matmul.", "cudnn.", "cudnn.conv.", "mkldnn.", "mkldnn.matmul."])
-def test_the_precision_of_each_backend_is_a_factor_however_they_differ(backend):
+def test_the_precision_of_each_backend_is_a_factor(backend):
     *path, last = f"{backend}fp32_precision".split(".")
     owner = functools.reduce(getattr, path, torch.backends)
     before, was = factors.environment_factors()["precision"], getattr(owner, last)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from msgspec.structs import replace
 
@@ -52,13 +54,20 @@ def model():
     return Model().eval()
 
 
-@pytest.fixture
-def cache(tmp_path, model):
-    spec = ModelSpec(module=model, calls=[ExampleCall(args=(torch.rand(6, 4),))], dynamic={"x": {0: "n"}})
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("warmed")
+    module = Model().eval()
+    spec = ModelSpec(module=module, calls=[ExampleCall(args=(torch.rand(6, 4),))], dynamic={"x": {0: "n"}})
     config = CompilationConfig(adaptor="eager", proof=False, compile_sizes=(8, 16))
     with torch.no_grad():
-        made = warm(spec, config=config, cache_dir=tmp_path)
-    return CacheLayout(root=tmp_path), RankName(hash=made.hash, rank=0, prefix="backbone")
+        return root, warm(spec, config=config, cache_dir=root).hash
+
+
+@pytest.fixture
+def cache(warmed, tmp_path):
+    shutil.copytree(warmed[0], tmp_path / "cache")
+    return CacheLayout(root=tmp_path / "cache"), RankName(hash=warmed[1], rank=0, prefix="backbone")
 
 
 def exchanged(cache, one, other):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 from bundle_maker import make_keys
@@ -146,11 +147,17 @@ VERBS = {
 }
 
 
-@pytest.fixture
-def own(tmp_path):
+@pytest.fixture(scope="module")
+def unsigned_cache(tmp_path_factory):
+    root = tmp_path_factory.mktemp("unsigned") / "cache"
     with torch.no_grad():
-        warm(spec(Model().eval()), config=EAGER, cache_dir=tmp_path / "own")
-    return tmp_path / "own"
+        fill(root, 3)
+    return root
+
+
+@pytest.fixture
+def own(unsigned_cache, tmp_path):
+    return Path(shutil.copytree(unsigned_cache, tmp_path / "own"))
 
 
 @pytest.mark.parametrize("verb", VERBS)

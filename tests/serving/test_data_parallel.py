@@ -1,21 +1,19 @@
-"""Two data-parallel ranks over gloo: padded alike, the same mode, each its own tokens."""
+"""Two data-parallel ranks over gloo use the same mode and padding, each for its own tokens."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cli_harness import environment, torch_server
 
 pytestmark = pytest.mark.torch
 
 RANK = """
 import json, sys
+sys.path.insert(0, HERE)
 import torch
-import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
+import torch.distributed.nn  # imported later, as Dynamo does, it would keep the group and its threads alive
 from torch import distributed
 from serving_traffic import Cached
 from cgtool.config import CompilationConfig
@@ -23,8 +21,8 @@ from cgtool.serving.batch import Request
 from cgtool.serving.runner import gather_over
 
 torch.set_num_threads(1)
-meet, rank = sys.argv[1], int(sys.argv[2])
-distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+store, rank = sys.argv[1], int(sys.argv[2])
+distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 def model(input_ids, positions):
     return positions[:, None] * 1.0
@@ -52,22 +50,15 @@ distributed.destroy_process_group()
 
 
 def test_two_ranks_agree_on_mode_and_padding(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "meet"), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
+    program = tmp_path / "rank.py"
+    program.write_text(f"HERE = {str(Path(__file__).parent)!r}\n{RANK}")
+    ranks = [
+        torch_server().start(str(program), tmp_path, environment(), [str(tmp_path / "store"), str(rank)])
         for rank in range(2)
     ]
-    said = []
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err[-3000:]
-        said.append(json.loads(out.splitlines()[-1]))
+    ended = [rank.end(secs=300) for rank in ranks]
+    assert [ran.code for ran in ended] == [0, 0], "".join(ran.err[-2000:] for ran in ended)
+    first, second = (ran.report for ran in ended)
     steps = [["FULL", 4, [4, 4]], ["FULL", 1, [1, 1]]]
-    assert said[0] == {"dispatched": [*steps, ["NONE", 1, [1, 5]]], "rows": [[2.0], [], [2.0]]}
-    assert said[1] == {"dispatched": [*steps, ["NONE", 5, [1, 5]]], "rows": [[2.0] * 3, [2.0], [2.0, 3, 4, 5, 6]]}
+    assert first == {"dispatched": [*steps, ["NONE", 1, [1, 5]]], "rows": [[2.0], [], [2.0]]}
+    assert second == {"dispatched": [*steps, ["NONE", 5, [1, 5]]], "rows": [[2.0] * 3, [2.0], [2.0, 3, 4, 5, 6]]}

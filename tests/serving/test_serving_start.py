@@ -1,11 +1,9 @@
-"""What serving imports as it loads and runs: torch alone."""
+"""Serving runs with torch alone."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from cli_harness import forked
 
 pytestmark = pytest.mark.torch
 
@@ -30,5 +28,5 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") 
 
 
 def test_serving_needs_neither_dynamo_nor_inductor():
-    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
+    ran = forked(SERVE)
+    assert (ran.code, ran.out.strip()) == (0, "[]"), ran.err[-2000:]
