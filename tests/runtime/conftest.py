@@ -1,4 +1,4 @@
-"""What the runtime's tests share: no gradients, a small model, and a cache of it."""
+"""Shared fixtures of the runtime's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans written by hand for the runtime's tests: two linear layers around a splitting op, no Dynamo and no Inductor."""
+"""Handwritten plans for the runtime's tests: two linear layers around a splitting op, without Dynamo or Inductor."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def variant(**changes) -> Variant:
 
 
 def one(name="decode", **changes) -> Variant:
-    """The variant of one token: all sizes fixed."""
+    """A variant for one token, with all sizes fixed."""
     row = tensor(1, WIDTH)
     linear, attention = _fixed(LINEAR).identity(), _fixed(ATTENTION).identity()
     general = variant()
@@ -141,7 +141,7 @@ def plan(*variants: Variant, graphs=(), method="forward") -> Plan:
 
 
 def opened(made: Plan) -> dict[tuple[int, int], PiecewiseBackend]:
-    """What the loader would open: every compiled piece runs op by op."""
+    """Stand-ins for the loader's functions: every compiled piece runs op by op."""
     return {
         (index, step.piece): PiecewiseBackend(general=piece_function(made.graphs[step.graph]))
         for index, item in enumerate(made.variants)

@@ -1,4 +1,4 @@
-"""A model of one layer and one dynamic dimension, which the `eager` adaptor warms in no time."""
+"""A model with one layer and one dynamic dimension, which the `eager` adaptor warms quickly."""
 
 from __future__ import annotations
 

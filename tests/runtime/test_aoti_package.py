@@ -1,4 +1,4 @@
-"""Packages opened where there is little room: right answers or a sentence, and nothing is left behind."""
+"""Opening packages with little memory, disk or descriptors: correct results or a clear error, and no leftovers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.torch
 
 #: Two packages whose files have the same names.
 NAMES = ("two inputs", "a fact")
-#: Opens a package as a server does and says whether its answer is eager's.
+#: Opens a package as a server does and prints whether its result equals eager.
 CHILD = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
@@ -57,7 +57,7 @@ else:
 """
 
 
-#: Is killed as it opens one.
+#: Is killed while it opens a package.
 KILLED = """
 import os, signal
 from cgtool.runtime import _torch
@@ -79,21 +79,21 @@ def is_right(run, name, rows=4, seed=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """All packages, compiled before a test takes away what a compile needs."""
+    """All packages, compiled before a test removes what compiling needs."""
     for name in NAMES:
         data_of(name)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty temporary folder, the only one that there is."""
+    """An empty temporary folder, the only one available."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(aoti_package, "_PARENTS", (None,))
     return tmp_path
 
 
 def in_a_process(source=CHILD, *, before="", data=None, **changes):
-    """Run a program, which finds a package at the path `package`, in a fork after `before`."""
+    """Run `before` and a program in a fork; `package` is the path of a package."""
     with tempfile.NamedTemporaryFile(dir="/var/tmp") as file:
         file.write(data_of("two inputs") if data is None else data)
         file.flush()
@@ -109,7 +109,7 @@ def test_nothing_is_left_when_a_package_is_open(folder):
     assert is_right(run, "two inputs")
 
 
-def test_a_few_hundred_bytes_lie_on_a_disk_while_a_package_is_opened(folder, monkeypatch):
+def test_opening_a_package_needs_only_a_few_hundred_bytes_on_disk(folder, monkeypatch):
     seen = []
 
     def look(path, device_index):
@@ -134,27 +134,27 @@ def no_memory_files(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_memory_files")
-def test_without_memory_files_the_code_lies_in_a_private_folder(folder):
+def test_without_memory_files_the_code_is_in_a_private_folder(folder):
     runs = {name: open_package(data_of(name), CASES[name].piece) for name in NAMES}
     assert list(folder.iterdir()) == []
     assert all(is_right(run, name) for name, run in runs.items())
 
 
-def test_no_folder_that_can_be_written_is_a_sentence(tmp_path, monkeypatch):
+def test_no_writable_folder_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     monkeypatch.setattr(aoti_package, "_PARENTS", (None, str(tmp_path / "nowhere")))
     with pytest.raises(ArtifactError, match=r"temporary folder, and none can be written to .* Set TMPDIR"):
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
 
 
-def test_another_folder_serves_where_the_first_is_missing(folder, monkeypatch):
+def test_another_folder_is_used_if_the_first_is_missing(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
     monkeypatch.setattr(aoti_package, "_PARENTS", (None, str(folder)))
     assert is_right(open_package(data_of("two inputs"), CASES["two inputs"].piece), "two inputs")
     assert list(folder.iterdir()) == []
 
 
-def test_too_many_open_files_are_a_sentence():
+def test_too_many_open_files_are_reported():
     source = CHILD.replace(
         "try:\n    run = open_package(pathlib.Path(package).read_bytes(), case.piece)",
         "import os, resource\n"
@@ -182,7 +182,7 @@ def test_too_many_open_files_are_a_sentence():
 
 
 @pytest.mark.parametrize("limit", [0, 4096, 65536])
-def test_a_package_larger_than_a_file_may_be_is_a_sentence(limit):
+def test_a_package_above_the_file_size_limit_is_reported(limit):
     before = (
         "import builtins, resource\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
@@ -196,7 +196,7 @@ def test_a_package_larger_than_a_file_may_be_is_a_sentence(limit):
     assert said.endswith("Raise the limit on the size of files (`ulimit -f`).")
 
 
-#: Mounts things for a process alone.
+#: Runs a shell command in a private mount namespace.
 ALONE = """
 import ctypes, os, pathlib, subprocess
 who = {{"uid_map": f"0 {{os.getuid()}} 1", "setgroups": "deny", "gid_map": f"0 {{os.getgid()}} 1"}}
@@ -211,7 +211,7 @@ subprocess.run({!r}, shell=True, check=True)
 
 
 def in_a_place(script, folder):
-    """Open a package where `script` has mounted something at the temporary folder; skips where that is not allowed."""
+    """Open a package after `script` mounted a file system at the temporary folder; skip if that is not permitted."""
     tried = shutil.which("unshare") and subprocess.run(
         ["unshare", "--mount", "--map-root-user", "sh", "-ec", script], capture_output=True, check=False
     )
@@ -228,12 +228,12 @@ def in_a_place(script, folder):
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("size=64k", "noexec", "size=4k")),
     ],
 )
-def test_a_package_opens_beside_any_temporary_folder(tmp_path, options):
+def test_a_package_opens_whatever_the_temporary_folder_is(tmp_path, options):
     done = in_a_place(f"mount -t tmpfs -o {options} tmpfs {tmp_path}", tmp_path)
     assert done.out.strip() == "right", done.err
 
 
-def test_a_package_opens_beside_a_full_temporary_folder(tmp_path):
+def test_a_package_opens_with_a_full_temporary_folder(tmp_path):
     fill = f"head -c 1000000 /dev/zero > {tmp_path}/full 2>/dev/null || true"
     done = in_a_place(f"mount -t tmpfs -o size=64k tmpfs {tmp_path}; {fill}", tmp_path)
     assert done.out.strip() == "right", done.err
@@ -269,7 +269,7 @@ def test_packages_of_equal_names_are_not_mixed_without_memory_files(folder):
 
 
 def in_threads(work):
-    """Run `work` in eight threads that begin together; what it returns in each is given in order."""
+    """Run `work` in eight threads that start together; return the results in order."""
     start, found = threading.Barrier(8), {}
 
     def begin(index):
@@ -285,7 +285,7 @@ def in_threads(work):
 
 
 def asked(num):
-    """Inputs and eager's outputs; made beforehand, since random numbers are drawn from one state."""
+    """Inputs and eager's outputs, computed in advance because threads share the random state."""
     case = CASES["two inputs"]
     calls = [inputs_of(case, {"s0": 2 + seed % 9}, seed) for seed in range(num)]
     with torch.no_grad():
@@ -314,13 +314,13 @@ def test_several_threads_may_open_one_package():
 
 @pytest.fixture
 def before_2_13(monkeypatch):
-    """As where torch's loader opens archives alone, which it unpacks itself."""
+    """Emulate a torch whose loader can only open archives, which it unpacks itself."""
     monkeypatch.setattr(aoti_package.private, "opens_folders", lambda: False)
 
 
 @pytest.mark.usefixtures("before_2_13")
-def test_what_torch_unpacked_for_one_thread_stays_while_another_opens(monkeypatch):
-    """A thread finds what torch unpacked for it, however many others are done with theirs meanwhile."""
+def test_files_unpacked_for_one_thread_stay_while_another_opens(monkeypatch):
+    """Other threads that finish in the meantime must not remove the files that torch unpacked for this one."""
     data, calls = data_of("two inputs"), asked(8)
     opened = aoti_package.private.open_package
     missing = []
@@ -345,7 +345,7 @@ def test_what_torch_unpacked_for_one_thread_stays_while_another_opens(monkeypatc
 
 
 @pytest.mark.usefixtures("before_2_13")
-def test_kernels_that_torch_unpacked_stay_when_another_package_is_opened():
+def test_unpacked_kernels_stay_when_another_package_is_opened():
     package = replace(unpack(data_of("two inputs")), kernels={"k.cubin": b"\x7fELF"})
     before = aoti_package._unpacked_folders()
     first = open_package(pack(package), CASES["two inputs"].piece)
@@ -359,21 +359,21 @@ def test_kernels_that_torch_unpacked_stay_when_another_package_is_opened():
         shutil.rmtree(kept)
 
 
-def test_what_a_killed_load_left_is_swept_by_the_next(folder):
+def test_the_next_load_removes_the_folder_of_a_killed_load(folder):
     assert in_a_process(before=KILLED, TMPDIR=str(folder)).code == -9
     [left] = folder.iterdir()
     others = [folder / "cgtool-notes", folder / f"cgtool-{'0' * 16}.txt", folder / "else"]
     for other in others:
         other.mkdir()
     open_package(data_of("two inputs"), CASES["two inputs"].piece)
-    assert left.exists()  # another process may have made it just now
+    assert left.exists()  # it may belong to another process that has just created it
     for path in (left, *others):
         os.utime(path, (0, 0))
     open_package(data_of("two inputs"), CASES["two inputs"].piece)
     assert sorted(folder.iterdir()) == sorted(others)
 
 
-def test_what_an_interrupted_load_left_goes_with_the_next(folder):
+def test_the_next_load_removes_the_folder_of_an_interrupted_load(folder):
     left = aoti_package._new_folder(str(folder), aoti_package.Packages())
     assert len(aoti_package._folders[left].held) == 1
     open_package(data_of("two inputs"), CASES["two inputs"].piece)
@@ -381,17 +381,17 @@ def test_what_an_interrupted_load_left_goes_with_the_next(folder):
     assert not any(path.is_symlink() and str(left) in str(path.readlink()) for path in Path("/proc/self/fd").iterdir())
 
 
-def test_what_a_live_load_holds_is_left_alone(folder):
+def test_the_folder_of_a_running_load_is_kept(folder):
     with aoti_package.Packages() as live:
         live.open(data_of("two inputs"), CASES["two inputs"].piece)
         [held] = folder.iterdir()
         os.utime(held, (0, 0))
-        aoti_package._folders.pop(held)  # as it looks to another process
+        aoti_package._folders.pop(held)  # another process does not have the record
         open_package(data_of("two inputs"), CASES["two inputs"].piece)
         assert held.exists()
 
 
-def test_an_op_that_nothing_has_registered_is_a_sentence():
+def test_an_op_that_is_not_registered_is_reported():
     name = "a custom op of several results"
     source = (
         "import pathlib, sys\nsys.path.insert(0, sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""`direct_register_custom_op`: what it registers, when it refuses, and what it never imports."""
+"""`direct_register_custom_op`: registration, errors, and no heavy imports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALE = 2.0
 
 @pytest.fixture
 def namespace():
-    """A namespace of this test alone: registrations last as long as the process."""
+    """A namespace for this test only, because registrations last as long as the process."""
     return f"test_custom_ops_{next(_numbers)}"
 
 
@@ -51,7 +51,7 @@ def test_an_op_returns_what_its_kernel_returns(namespace):
     assert op.module == __name__
 
 
-def test_an_op_with_an_output_argument_writes_into_it_and_says_so_in_its_schema(namespace):
+def test_an_op_with_an_output_argument_writes_into_it_and_declares_it_in_its_schema(namespace):
     direct_register_custom_op("into", double_into, ["output"], namespace=namespace)
     x, output = torch.arange(3.0), torch.zeros(3)
     getattr(torch.ops, namespace).into(x, output, "layers.0")
@@ -67,7 +67,7 @@ def test_the_default_namespace_is_cgtool():
     assert torch.equal(torch.ops.cgtool.test_default_namespace(torch.ones(1)), torch.full((1,), 2.0))
 
 
-def test_the_default_dispatch_key_serves_every_device(namespace):
+def test_the_default_dispatch_key_covers_every_device(namespace):
     op = direct_register_custom_op("double", double, fake_impl=double_fake, namespace=namespace)
     assert op.dispatch_key == "CompositeExplicitAutograd"
     for key in ("CPU", "CUDA", "XPU"):
@@ -80,7 +80,7 @@ def test_a_dispatch_key_leaves_other_devices_without_a_kernel(namespace):
         getattr(torch.ops, namespace).double(torch.ones(1))
 
 
-def test_the_fake_is_run_in_place_of_the_kernel(namespace):
+def test_the_fake_runs_instead_of_the_kernel(namespace):
     def kernel(x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the kernel ran on fake tensors")
 
@@ -98,7 +98,7 @@ def test_an_op_that_returns_nothing_needs_no_fake(namespace):
         assert getattr(torch.ops, namespace).f(torch.ones(3)) is None
 
 
-def test_an_op_without_fake_runs_its_kernel_on_fake_tensors(namespace):
+def test_an_op_without_a_fake_runs_its_kernel_on_fake_tensors(namespace):
     direct_register_custom_op("double", double, namespace=namespace)
     with torch._subclasses.FakeTensorMode():
         assert getattr(torch.ops, namespace).double(torch.ones(3)).shape == (3,)
@@ -111,7 +111,7 @@ def test_only_splitting_ops_enter_the_registry(namespace):
     assert ours == [f"{namespace}::cut"]
 
 
-def test_a_library_of_the_callers_is_used_and_names_the_namespace(namespace):
+def test_the_callers_library_determines_the_namespace(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     op = direct_register_custom_op("double", double, fake_impl=double_fake, namespace="other", target_lib=library)
     assert op.name == f"{namespace}::double"
@@ -177,7 +177,7 @@ def test_another_op_of_the_same_name_is_refused_and_the_first_stays(namespace, c
     assert torch.equal(getattr(torch.ops, namespace).f(torch.ones(1)), torch.full((1,), 2.0))
 
 
-def test_kernels_that_differ_in_what_they_close_over_are_not_the_same(namespace):
+def test_kernels_with_different_closures_differ(namespace):
     def make(held):
         def kernel(x: torch.Tensor) -> torch.Tensor:
             return x * held
@@ -193,7 +193,7 @@ def test_kernels_that_differ_in_what_they_close_over_are_not_the_same(namespace)
         direct_register_custom_op("tensor", make(torch.tensor(3)), namespace=namespace)
 
 
-def test_an_op_of_somebody_else_is_left_alone(namespace):
+def test_an_op_registered_elsewhere_is_left_alone(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("f(Tensor x) -> Tensor")
     with pytest.raises(UsageError, match="not by direct_register_custom_op"):
@@ -213,7 +213,7 @@ def no_annotation(x):
         pytest.param("", double, (), id="empty"),
     ],
 )
-def test_what_makes_no_schema_is_refused_and_nothing_is_registered(namespace, op_name, function, mutates):
+def test_a_function_without_a_schema_is_refused_and_not_registered(namespace, op_name, function, mutates):
     with pytest.raises(UsageError):
         direct_register_custom_op(op_name, function, mutates, namespace=namespace)
     assert not hasattr(getattr(torch.ops, namespace), "f")
@@ -227,12 +227,12 @@ def test_a_registration_that_fails_halfway_leaves_the_name_free(namespace):
 
 
 @pytest.mark.parametrize("name", ["with space", "a.b", "", "prim"])
-def test_a_namespace_that_torch_would_not_take_is_refused(name):
+def test_a_namespace_that_torch_does_not_accept_is_refused(name):
     with pytest.raises(UsageError, match="namespace"):
         direct_register_custom_op("f", double, namespace=name)
 
 
-def test_dynamo_puts_the_op_into_the_graph_as_it_stands(namespace):
+def test_dynamo_traces_the_op_as_one_node(namespace):
     direct_register_custom_op("into", double_into, ["output"], namespace=namespace, splitting=True)
     targets = []
 

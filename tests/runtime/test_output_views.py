@@ -1,4 +1,4 @@
-"""Outputs that are views: taken of the very memory, and only as the grammar says."""
+"""Outputs that are views: they share the source's memory, and only the grammar's forms are accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def piece(num_outputs, symbols=("s0",), shape=("s0", 8)):
 
 
 def native(inputs):
-    """What native code does: empties the list, writes to an input, gives a list."""
+    """A stand-in for native code: empties the list, writes to an input, returns a list."""
     first, second = inputs[:2]
     inputs.clear()
     second.add_(1)
@@ -43,7 +43,7 @@ def run(recipe, *inputs):
     return with_views(native, json.dumps(recipe), graph, num_constants=len(inputs) - 2)(list(inputs))
 
 
-def test_views_and_whole_tensors_are_of_the_memory_that_they_name():
+def test_views_and_whole_tensors_share_the_memory_of_their_source():
     x, y = torch.arange(24.0).view(3, 8), torch.zeros(3, 8)
     found = run(
         [["input", 1], ["native", 0], ["input", 1, [8, "s0"], [1, 8], 0], ["native", 0, ["2*s0"], [1], "s0"]], x, y
@@ -56,14 +56,14 @@ def test_views_and_whole_tensors_are_of_the_memory_that_they_name():
     assert found[3].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
 
 
-def test_an_input_may_begin_anywhere_in_its_storage():
+def test_an_input_may_have_any_storage_offset():
     x, y = torch.zeros(3, 8), torch.arange(48.0)[5:29].view(3, 8)
     (found,) = run([["input", 1, ["s0"], [8], 2]], x, y)
     assert torch.equal(found, y[:, 2])
     assert found.data_ptr() == y[:, 2].data_ptr()
 
 
-def test_memory_is_shown_as_elements_of_another_dtype():
+def test_a_view_may_have_another_dtype():
     x, y = torch.zeros(3, 8), torch.zeros(49)[1:].view(6, 8).view(torch.int32)[:3]
     (found,) = run([["input", 1, ["s0"], [32], 2, "int8"]], x, y)
     assert found.tolist() == [0, 0, 0]
@@ -71,12 +71,12 @@ def test_memory_is_shown_as_elements_of_another_dtype():
     assert found.tolist() == [0, 7, 0]
 
 
-def test_a_constant_may_be_what_is_given():
+def test_an_output_may_be_a_constant():
     x, y, constant = torch.zeros(3, 8), torch.zeros(3, 8), torch.ones(4)
     assert run([["input", 2]], x, y, constant)[0] is constant
 
 
-def test_a_piece_without_outputs_gives_none():
+def test_a_piece_without_outputs_returns_an_empty_list():
     assert run([], torch.zeros(3, 8), torch.zeros(3, 8)) == []
 
 
@@ -108,12 +108,12 @@ def test_a_piece_without_outputs_gives_none():
         '[["input", 0], ["input", 1]]',
     ],
 )
-def test_what_is_outside_the_grammar_is_refused(recipe):
+def test_outputs_outside_the_grammar_are_refused(recipe):
     with pytest.raises(ArtifactError, match=r"(?i)warm (the model )?again"):
         with_views(native, recipe, piece(1), num_constants=0)
 
 
-def test_a_symbol_of_another_name_or_without_a_size_of_its_own_is_refused():
+def test_a_symbol_with_an_invalid_name_or_without_a_dimension_is_refused():
     recipe = '[["input", 0, ["s0"], [1], 0]]'
     for graph in (piece(1, shape=("2*s0", 8)), piece(1, symbols=("args", "s0"), shape=("args", "s0"))):
         with pytest.raises(ArtifactError, match=r"(?i)warm (the model )?again"):

@@ -1,4 +1,4 @@
-"""A loaded model serves what its variants accept, and says in words why it does not serve the rest."""
+"""A loaded model runs the calls that its variants accept, and explains why it refuses others."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_keywords_and_defaults_are_bound_as_the_model_binds_them(model, loaded):
 @pytest.mark.parametrize(
     ("args", "kwargs"), [((), {}), ((1, 2, 3), {}), ((1,), {"nope": 1}), ((1,), {"x": 1})], ids=str
 )
-def test_a_call_that_the_model_would_not_take_is_a_type_error(loaded, args, kwargs):
+def test_a_call_that_does_not_match_the_signature_is_a_type_error(loaded, args, kwargs):
     with pytest.raises(TypeError, match="forward"):
         loaded(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         pytest.param(lambda _x: torch.randn(0, 4), "num_tokens is 0 and must be at least 1", id="no rows"),
         pytest.param(lambda x: x.double(), "x has dtype float64 and was traced with float32", id="dtype"),
@@ -83,8 +83,8 @@ def test_a_call_that_the_model_would_not_take_is_a_type_error(loaded, args, kwar
         ),
     ],
 )
-def test_a_refused_call_names_the_argument_and_what_is_wrong(loaded, change, says):
-    with pytest.raises(GuardError, match=says) as error:
+def test_a_refused_call_names_the_argument_and_what_is_wrong(loaded, change, message):
+    with pytest.raises(GuardError, match=message) as error:
         loaded(change(torch.randn(3, hand.WIDTH)))
     assert "None of the 2 compiled variants accepts this call; the nearest is 'prefill'" in str(error.value)
     assert str(error.value).endswith("Change the call, or warm the model with an example like it.")
@@ -108,7 +108,7 @@ def test_the_nearest_variant_is_the_one_with_the_fewest_differences(model):
 
 
 def _shifted(steps):
-    """Leave room for one more input."""
+    """Make room for another input."""
     return tuple(
         replace(
             step,
@@ -119,7 +119,7 @@ def _shifted(steps):
     )
 
 
-def test_bounds_and_relations_are_said_with_the_users_names(model):
+def test_bounds_and_relations_are_reported_with_the_users_names(model):
     bounded = hand.variant(symbols=(SymbolRange(name="s0", min=2, max=8),), relations=("s0 % 2 == 0",))
     loaded = hand.load(model, bounded, hand.one())
     with pytest.raises(GuardError, match="num_tokens is 9 and must be from 1 to 8"):
@@ -129,18 +129,18 @@ def test_bounds_and_relations_are_said_with_the_users_names(model):
     assert loaded(torch.randn(8, hand.WIDTH)).shape == (8, hand.WIDTH)
 
 
-def test_a_view_that_starts_elsewhere_but_has_the_right_strides_is_served(model, loaded):
+def test_a_view_with_an_offset_and_the_right_strides_is_accepted(model, loaded):
     x = torch.randn(9, hand.WIDTH)[3:7]
     assert torch.equal(loaded(x), model(x))
 
 
-def test_strides_of_one_row_say_nothing(model, loaded):
+def test_strides_of_a_single_row_are_ignored(model, loaded):
     x = torch.randn(hand.WIDTH, 1).t()
     assert x.stride() == (1, 1)
     assert torch.equal(loaded(x), model(x))
 
 
-def test_gradients_and_training_are_refused_and_inference_mode_is_served(model, loaded):
+def test_gradients_and_training_are_refused_and_inference_mode_is_accepted(model, loaded):
     x = torch.randn(3, hand.WIDTH)
     with torch.enable_grad(), pytest.raises(GuardError, match=r"first.weight requires grad and grad mode is on"):
         loaded(x)
@@ -204,7 +204,7 @@ def test_guards_on_plain_arguments(model, guard, good, bad):
         loaded(x, bad)
 
 
-def test_one_object_twice_is_told_from_two(model):
+def test_one_object_passed_twice_differs_from_two_objects(model):
     guards = (Guard(source="arg:mask", kind="same:arg:x", expected=True),)
     loaded = hand.load(model, hand.variant(call_guards=guards))
     x = torch.randn(3, hand.WIDTH)
@@ -213,7 +213,7 @@ def test_one_object_twice_is_told_from_two(model):
         loaded(x, x.clone())
 
 
-def test_a_wrapper_is_called_by_place_and_by_name():
+def test_a_wrapper_takes_positional_and_keyword_arguments():
     def wraps(function):
         @functools.wraps(function)
         def wrapper(self, *args, **kwargs):
@@ -329,7 +329,7 @@ def _calls():
     return [(x, mask) for x in tensors for mask in (None, 1, True, "m", base[:3], base[:4])]
 
 
-def test_what_is_refused_has_reasons_and_what_is_served_has_none(model):
+def test_refused_calls_have_reasons_and_accepted_calls_have_none(model):
     from cgtool.runtime.explain import Explainer
 
     bounded = hand.variant(symbols=(SymbolRange(name="s0", min=2, max=9),), relations=("s0 % 2 == 0 or s0 == 3",))
@@ -358,13 +358,13 @@ def test_what_is_refused_has_reasons_and_what_is_served_has_none(model):
     assert outcomes == {True, False}
 
 
-def test_a_view_that_begins_anywhere_is_served_where_kernels_read_so(model, loaded):
+def test_an_unaligned_view_is_accepted_on_the_cpu(model, loaded):
     x = torch.randn(4 * hand.WIDTH + 1)[1:].view(4, hand.WIDTH)
     assert x.data_ptr() % 16
     torch.testing.assert_close(loaded(x), model(x))
 
 
-def test_a_weight_that_begins_anywhere_is_said_once_to_be_copied_where_kernels_rely_on_alignment(model, monkeypatch):
+def test_an_unaligned_weight_is_warned_about_once_where_kernels_need_alignment(model, monkeypatch):
     monkeypatch.setattr("cgtool.runtime.weights.UNALIGNED_DEVICES", frozenset())
     name, weight = next(model.named_parameters())
     room = torch.zeros(weight.numel() + 1)
@@ -398,7 +398,7 @@ def pair(request, tmp_path):
     return module, cgtool.load(module, cache_dir=tmp_path) if request.param == "loaded" else model
 
 
-def test_it_answers_as_the_module_does(pair):
+def test_attributes_are_those_of_the_module(pair):
     module, model = pair
     assert model(torch.ones(4)).tolist() == [6.0] * 4
     assert list(model.state_dict()) == ["weight"]
@@ -410,14 +410,14 @@ def test_it_answers_as_the_module_does(pair):
     assert not hasattr(model, "no_such_attribute")
 
 
-def test_what_is_chained_stays_the_compiled_one(pair):
+def test_chained_methods_return_the_compiled_model(pair):
     _, model = pair
     assert model.eval() is model
     assert model.to("cpu").requires_grad_(requires_grad=False) is model
     assert model(torch.ones(4)).tolist() == [6.0] * 4
 
 
-def test_what_is_set_is_set_on_the_module(pair):
+def test_attributes_are_set_on_the_module(pair):
     module, model = pair
     model(torch.ones(4))
     model.weight = nn.Parameter(torch.ones(4), requires_grad=False)
@@ -431,7 +431,7 @@ def test_what_is_set_is_set_on_the_module(pair):
         model(torch.ones(4))
 
 
-def test_a_change_on_purpose_is_rechecked(pair):
+def test_a_deliberate_change_can_be_rechecked(pair):
     module, model = pair
     model.recheck()
     model(torch.ones(4))
@@ -445,14 +445,14 @@ class Square(nn.Module):
         return x @ x.T
 
 
-def test_a_call_that_runs_out_of_memory_says_at_what_size(tmp_path):
+def test_a_call_that_runs_out_of_memory_reports_its_sizes(tmp_path):
     model = Square().eval()
     spec = cgtool.ModelSpec(
         module=model, calls=[cgtool.ExampleCall(args=(torch.rand(4, 1),))], dynamic={"x": {0: ("rows", 2, None)}}
     )
     warm(spec, config=CONFIG, cache_dir=tmp_path)
     loaded = cgtool.load(model, cache_dir=tmp_path)
-    rows = 1 << 24  # whose square no address space holds
+    rows = 1 << 24  # its square exceeds any address space
     with pytest.raises(
         torch.OutOfMemoryError, match=rf"A call of forward with rows = {rows} ran out of memory; .* 64 MiB"
     ):

@@ -1,4 +1,4 @@
-"""A concrete size wins over a range, a range over the general shape, decided once per call."""
+"""A concrete size wins over a range, and a range over the general shape; the choice is made once per call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named(name):
 
 
 def choices(functions):
-    """Choices by the text of their shapes, whose dimensions are symbols; the one to be preferred first."""
+    """Choices by the text of their shapes, whose dimensions are symbols, in order of preference."""
     shapes = sorted(map(parse_shape, functions), key=dispatch_order)
     return [Choice(shape=shape, bounds=shape, function=functions[shape_text(shape)]) for shape in shapes]
 
@@ -56,12 +56,12 @@ def test_the_most_specific_function_is_chosen(sizes, expected):
         assert [function([])[0] for function in table.choose(sizes)] == [expected, "same"]
 
 
-def test_without_sizes_there_is_one_table():
+def test_without_sizes_all_calls_share_one_table():
     table = ShapeTable(["s0"], [PiecewiseBackend(general=named("a"))] * 3)
     assert table.choose((5,)) is table.choose((6,))
 
 
-def test_sizes_that_nothing_was_compiled_for_are_refused_in_words():
+def test_sizes_that_were_not_compiled_are_refused_and_named():
     model = hand.Model()
     plan = hand.plan()
     functions = {key: backend.general for key, backend in hand.opened(plan).items()}
@@ -77,7 +77,7 @@ def test_sizes_that_nothing_was_compiled_for_are_refused_in_words():
             loaded(torch.randn(9, hand.WIDTH))
 
 
-def test_a_variant_without_the_size_leaves_the_call_to_the_next():
+def test_a_call_goes_to_the_next_variant_if_one_lacks_the_size():
     model = hand.Model()
     plan = hand.plan(hand.variant(name="sizes only"), hand.variant())
     used = []
@@ -122,7 +122,7 @@ def test_a_function_is_opened_once_and_only_when_it_is_chosen():
     assert opened == ["8", "general"]
 
 
-def test_what_cannot_be_opened_says_so_each_time_it_is_wanted():
+def test_a_function_that_cannot_be_opened_raises_every_time():
     def refuse():
         raise ArtifactError("Torch could not open a package: no room.")
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_opened_says_so_each_time_it_is_wanted():
     assert table.choose((8,)) is not None
 
 
-def test_threads_that_want_a_function_at_once_get_one():
+def test_concurrent_threads_get_the_same_function():
     def slowly():
         time.sleep(0.1)
         return named("one")
@@ -146,7 +146,7 @@ def test_threads_that_want_a_function_at_once_get_one():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_in_the_midst_of_an_opening_does_not_hold_the_child_up():
+def test_a_fork_while_a_function_is_opened_does_not_block_the_child():
     parent, begun, go_on = os.getpid(), threading.Event(), threading.Event()
 
     def in_parent_slowly():
@@ -161,7 +161,7 @@ def test_a_fork_in_the_midst_of_an_opening_does_not_hold_the_child_up():
     begun.wait(30)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # a child that waits for ever is ended, and does not exit with 7
+        signal.alarm(20)  # ends a child that hangs, which then does not exit with 7
         os._exit(7 if function.opened()([]) == ["one"] else 1)
     _, status = os.waitpid(child, 0)
     go_on.set()
@@ -170,7 +170,7 @@ def test_a_fork_in_the_midst_of_an_opening_does_not_hold_the_child_up():
 
 
 def raising_at(event_number):
-    """A profiler that raises where a signal's handler could: as a function is entered, or as one in C returns."""
+    """A profiler that raises where a signal handler could: on entry to a function, or on return from a C function."""
     seen = 0
 
     def profile(_frame, event, _argument):
@@ -183,7 +183,7 @@ def raising_at(event_number):
     return profile
 
 
-def test_ctrl_c_at_any_instant_of_an_opening_leaves_the_function_to_other_threads():
+def test_ctrl_c_while_a_function_is_opened_does_not_block_other_threads():
     for event_number in range(1, 100):
         function = Unopened(lambda: named("one"))
         try:
@@ -202,7 +202,7 @@ def test_ctrl_c_at_any_instant_of_an_opening_leaves_the_function_to_other_thread
     assert 1 < event_number < 99
 
 
-def test_a_later_variant_is_opened_by_the_call_that_comes_to_it():
+def test_a_later_variant_is_opened_by_the_first_call_that_reaches_it():
     model = hand.Model()
     plan = hand.plan(hand.variant(), hand.one())
     opened = []

@@ -1,4 +1,4 @@
-"""Finding an entry: what leads to it, what turns it away and in which words, and how a damaged one is mended."""
+"""Finding an entry: lookup, the reasons for a miss, and repairs of damaged entries."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def repaired(model, root):
     return result
 
 
-def test_a_lookup_that_was_removed_is_made_again(model, cache):
+def test_a_removed_lookup_folder_is_rebuilt(model, cache):
     lookup = cache / "torch_compile_cache" / "lookup"
     before = sorted(p.relative_to(lookup) for p in lookup.rglob("*"))
     shutil.rmtree(lookup)
@@ -113,7 +113,7 @@ def test_a_lookup_that_was_removed_is_made_again(model, cache):
     assert run(model, cache).hit
 
 
-def test_junk_in_the_lookup_leads_nowhere(model, cache):
+def test_junk_in_the_lookup_folder_is_ignored(model, cache):
     for path in (cache / "torch_compile_cache" / "lookup").iterdir():
         (path / ("0" * 64)).touch()
         (path / "junk").touch()
@@ -121,7 +121,7 @@ def test_junk_in_the_lookup_leads_nowhere(model, cache):
     agree(model, cache_dir=cache)
 
 
-def test_an_empty_or_missing_cache_says_what_to_do(model, tmp_path):
+def test_a_miss_in_an_empty_or_missing_cache_says_what_to_do(model, tmp_path):
     for root in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CacheMissError, match=r"has no entry for this model: nothing .* Warm it first") as caught:
             cgtool.load(model, cache_dir=root)
@@ -141,13 +141,13 @@ def test_another_model_misses(cache):
         cgtool.load(Other().eval(), cache_dir=cache)
 
 
-def test_a_class_that_is_imported_by_another_name_is_told_so(model, cache, monkeypatch):
+def test_a_class_imported_under_another_name_is_reported(model, cache, monkeypatch):
     monkeypatch.setattr(type(model), "__module__", "elsewhere")
     with pytest.raises(CacheMissError, match=r"class was \"\S+\" and is \"elsewhere:\w+\" now(.|\n)*MODULE:FACTORY"):
         cgtool.load(model, cache_dir=cache)
 
 
-def test_a_model_of_another_size_is_told_what_differs(cache):
+def test_a_miss_for_a_model_of_another_size_names_the_difference(cache):
     with pytest.raises(CacheMissError, match=r"layer\.weight") as caught:
         cgtool.load(Model(8).eval(), cache_dir=cache)
     assert any("[4, 4]" in reason and "[8, 8]" in reason for reason in caught.value.reasons)
@@ -169,7 +169,7 @@ def test_an_entry_of_a_newer_schema_is_skipped_if_another_matches(model, cache, 
 
 
 def changed_plan(root, hash_, change):
-    """Publish an entry again with another plan, as another version of cgtool might have written it."""
+    """Publish an entry again with a modified plan, as another version of cgtool might write it."""
     layout = CacheLayout(root=root)
     entry = read_entry(layout, RankName(hash=hash_, rank=0, prefix="backbone"))
     data = json.loads(entry.files["plan.json"])
@@ -178,20 +178,20 @@ def changed_plan(root, hash_, change):
     writer.publish(entry.manifest, {"plan.json": canonical_json(data)})
 
 
-def test_a_plan_of_a_newer_schema_is_told(model, cache, warmed):
+def test_a_plan_of_a_newer_schema_is_reported(model, cache, warmed):
     changed_plan(cache, warmed[1], lambda data: data.update(schema=99))
     with pytest.raises(CacheSchemaError, match=r"plan.* schema 99"):
         cgtool.load(model, cache_dir=cache)
 
 
 @pytest.mark.parametrize("change", [lambda d: d.pop("variants"), lambda d: d.update(variants=5), lambda d: d.clear()])
-def test_a_plan_that_is_none_is_a_reason_and_no_crash(model, cache, warmed, change):
+def test_an_invalid_plan_is_a_reason_for_a_miss(model, cache, warmed, change):
     changed_plan(cache, warmed[1], change)
     with pytest.raises((CacheMissError, CacheSchemaError), match="plan"):
         cgtool.load(model, cache_dir=cache)
 
 
-def test_a_guard_of_an_unknown_kind_is_a_reason(model, cache, warmed):
+def test_a_guard_of_an_unknown_kind_is_a_reason_for_a_miss(model, cache, warmed):
     def change(data):
         data["kinds"].append("nonsense")
         data["guards"].append([len(data["kinds"]) - 1, 1, [data["texts"]["ends"].index("self")]])
@@ -220,7 +220,7 @@ def test_a_torn_record_is_a_miss_and_the_next_warm_replaces_it(model, cache, nam
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_a_missing_record_is_a_miss_and_the_next_warm_mends_it(model, cache, name):
+def test_a_missing_record_is_a_miss_and_the_next_warm_writes_it(model, cache, name):
     (folder(cache) / name).unlink()
     with pytest.raises(CacheMissError):
         cgtool.load(model, cache_dir=cache)
@@ -238,7 +238,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_is_noticed_before_anything_is_opened(model, cache, monkeypatch):
+def test_a_flipped_bit_is_detected_before_anything_is_opened(model, cache, monkeypatch):
     first = artifacts(cache)[0]
     for path in artifacts(cache):
         flip(path)
@@ -250,14 +250,14 @@ def test_a_flipped_bit_is_noticed_before_anything_is_opened(model, cache, monkey
     assert opened == []
 
 
-@pytest.mark.parametrize("harm", [flip, Path.unlink])
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
 @pytest.mark.parametrize("units_too", [False, True], ids=["the artifact", "its unit too"])
-def test_a_damaged_artifact_is_mended_by_warm(model, cache, harm, units_too):
-    path = artifacts(cache)[0]  # in a copied cache it is no hard link to its unit
+def test_warm_repairs_a_damaged_artifact(model, cache, damage, units_too):
+    path = artifacts(cache)[0]  # in a copied cache, it is not a hard link to its unit
     if units_too:
         for unit in cache.glob(f"torch_compile_cache/units/*/*/{path.name}"):
-            harm(unit)
-    harm(path)
+            damage(unit)
+    damage(path)
     with pytest.raises(CacheCorruptError):
         cgtool.load(model, cache_dir=cache)
     with pytest.raises(CacheMissError, match="damaged"):
@@ -267,7 +267,7 @@ def test_a_damaged_artifact_is_mended_by_warm(model, cache, harm, units_too):
     assert result.compiled == int(units_too)
 
 
-def test_compile_mends_a_damaged_artifact(model, cache):
+def test_compile_repairs_a_damaged_artifact(model, cache):
     flip(artifacts(cache)[0])
     config = CompilationConfig(adaptor="eager")
     dynamic = {"x": {0: "n"}}
@@ -276,7 +276,7 @@ def test_compile_mends_a_damaged_artifact(model, cache):
     torch.testing.assert_close(loaded(x), model(x))
 
 
-def test_of_several_entries_the_one_that_was_published_last_is_taken(model, cache, warmed):
+def test_the_entry_that_was_published_last_is_preferred(model, cache, warmed):
     shutil.rmtree(cache / "torch_compile_cache/state/leases", ignore_errors=True)
     first, second = warmed[1], run(model, cache, level=2).hash
     assert first != second
@@ -294,14 +294,14 @@ def used(root):
 
 @contextlib.contextmanager
 def watched(root):
-    """Collect what is opened or listed below a folder while the block runs."""
+    """Collect the paths below a folder that are opened or listed while the block runs."""
     seen, active = [], [True]
 
     def hook(event, arguments):
         if active and event in {"open", "os.listdir", "os.scandir"}:
             seen.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else "")
 
-    sys.addaudithook(hook)  # it cannot be removed, and hears nothing afterwards
+    sys.addaudithook(hook)  # a hook cannot be removed; it ignores events after the block
     try:
         yield seen
     finally:
@@ -309,9 +309,9 @@ def watched(root):
     seen[:] = [os.path.relpath(path, root) for path in seen if path.startswith(str(root))]
 
 
-def test_a_hit_reads_nothing_of_other_entries(model, cache, warmed):
+def test_a_hit_does_not_read_other_entries(model, cache, warmed):
     base = cache / "torch_compile_cache"
-    agree(model, cache_dir=cache)  # which leaves a lease and a stamp
+    agree(model, cache_dir=cache)  # creates a lease and a stamp
     with watched(base) as alone:
         agree(model, cache_dir=cache)
     for number in range(30):
@@ -329,7 +329,7 @@ def patched_build(monkeypatch, **build):
 
 
 @pytest.mark.parametrize("build", [{"version": "9.9"}, {"source": "cd" * 32}], ids=["version", "source"])
-def test_another_cgtool_traces_again_and_compiles_nothing_again(model, tmp_path, monkeypatch, build):
+def test_another_cgtool_version_traces_again_but_reuses_what_was_compiled(model, tmp_path, monkeypatch, build):
     patched_build(monkeypatch)
     run(model, tmp_path)
     agree(model, cache_dir=tmp_path)
@@ -344,14 +344,14 @@ def test_another_cgtool_traces_again_and_compiles_nothing_again(model, tmp_path,
     agree(model, cache_dir=tmp_path)
 
 
-def test_the_build_of_a_checkout_tells_two_edits_apart():
+def test_the_build_of_a_checkout_changes_with_its_source():
     build = host.cgtool_build()
     assert build["version"] == cgtool.__version__
     assert (build["source"] is None) == (Path(cgtool.__file__).parents[1].name in {"site-packages", "dist-packages"})
 
 
 def rekeyed(root, hash_, change):
-    """Lay an entry down again under the key that `change` makes of its own."""
+    """Store an entry under the key that `change` makes from its key."""
     layout = CacheLayout(root=root)
     name = RankName(hash=hash_, rank=0, prefix="backbone")
     entry = read_entry(layout, name)
@@ -366,19 +366,19 @@ def rekeyed(root, hash_, change):
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_a_factor_that_a_key_lacks_is_a_miss(model, cache, warmed, name):
+def test_a_factor_missing_from_a_key_is_a_miss(model, cache, warmed, name):
     rekeyed(cache, warmed[1], lambda factors: [factor for factor in factors if factor.name != name])
     with pytest.raises(CacheMissError, match=f"the factor {name} is missing from the entry.s key"):
         cgtool.load(model, cache_dir=cache)
 
 
-def test_a_factor_that_cgtool_does_not_know_is_a_miss(model, cache, warmed):
+def test_an_unknown_factor_in_a_key_is_a_miss(model, cache, warmed):
     rekeyed(cache, warmed[1], lambda factors: [*factors, Factor(name="weather", value="rain")])
     with pytest.raises(CacheMissError, match="unknown factor weather"):
         cgtool.load(model, cache_dir=cache)
 
 
-def test_each_factor_has_its_place_in_the_order_of_reasons():
+def test_reasons_are_ordered_by_factor():
     assert tuple(FACTORS) == FACTOR_ORDER
 
 
@@ -395,7 +395,7 @@ def test_a_config_selects_its_own_entry_and_no_config_accepts_any(model, cache, 
     agree(model, cache_dir=cache, config=CompilationConfig(adaptor="eager"))
 
 
-def test_ranks_and_prefixes_are_apart_and_share_what_was_compiled(model, tmp_path):
+def test_ranks_and_prefixes_have_their_own_folders_and_share_artifacts(model, tmp_path):
     first = run(model, tmp_path)
     with pytest.raises(CacheMissError, match=r"rank 1, prefix 'backbone'"):
         cgtool.load(model, cache_dir=tmp_path, rank=1)
@@ -413,12 +413,12 @@ def test_ranks_and_prefixes_are_apart_and_share_what_was_compiled(model, tmp_pat
 
 
 class Naming(EagerAdaptor):
-    """Stands in for Inductor, whose code names the device that it was compiled on."""
+    """A stand-in for Inductor, whose code hard-codes the device that it was compiled on."""
 
     name = "inductor_standalone"
 
 
-def test_code_that_names_the_first_device_is_refused_on_another(model, tmp_path, monkeypatch):
+def test_code_compiled_for_the_first_device_is_refused_on_another(model, tmp_path, monkeypatch):
     monkeypatch.setitem(adaptor_registry._registered, Naming.name, Naming)
     warm(spec(model), config=CompilationConfig(adaptor=Naming.name, jobs=0), cache_dir=tmp_path)
     agree(model, cache_dir=tmp_path)
@@ -429,7 +429,7 @@ def test_code_that_names_the_first_device_is_refused_on_another(model, tmp_path,
         cgtool.load(model, cache_dir=tmp_path)
 
 
-def test_the_rank_of_the_environment_is_the_default(model, tmp_path, monkeypatch):
+def test_the_default_rank_comes_from_the_environment(model, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     run(model, tmp_path)
     agree(model, cache_dir=tmp_path)
@@ -454,7 +454,7 @@ class Doubling(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Takes another way for a few tokens: one trace does not serve all sizes."""
+    """Takes another branch for a few tokens, so that one trace does not cover all sizes."""
 
     def forward(self, x):
         return x + 1 if x.shape[0] > 8 else x * 3
@@ -463,7 +463,7 @@ class Choosing(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "dynamic"), [(Doubling, None), (Choosing, {"x": {0: "n"}})], ids=["static", "dynamic"]
 )
-def test_compile_finds_the_entry_that_takes_the_call(tmp_path, monkeypatch, kind, dynamic):
+def test_compile_finds_the_entry_that_accepts_the_call(tmp_path, monkeypatch, kind, dynamic):
     traced = []
     monkeypatch.setattr(traced_module, "capture", lambda *args, **more: traced.append(args) or capture(*args, **more))
     module = kind().eval()
@@ -479,7 +479,7 @@ def test_compile_finds_the_entry_that_takes_the_call(tmp_path, monkeypatch, kind
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_buffers_that_have_no_strides_are_facts_as_others_are():
+def test_the_state_includes_buffers_without_strides():
     module = nn.Linear(2, 2)
     module.register_buffer("table", torch.eye(3).to_sparse_csr())
     assert state_of(module)["tensors"]["table"] == "float32[3, 3] cpu torch.sparse_csr"

@@ -1,4 +1,4 @@
-"""A plan names modules in many places, and nothing is ever imported because it does."""
+"""Names of modules in a plan never cause an import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_runtime_mutations import Entry
 pytestmark = pytest.mark.torch
 
 PLANTED = "planted_by_a_stranger"
-#: Modules whose import was asked for; a hook of the interpreter stays for as long as the process does.
+#: The modules that were imported; an audit hook stays as long as the process.
 _asked: list[str] = []
 sys.addaudithook(lambda event, arguments: _asked.append(str(arguments[0])) if event == "import" else None)
 
@@ -27,7 +27,7 @@ def entry(tmp_path_factory):
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A module that could be imported and is not, within a package that is not imported either."""
+    """A module that could be imported but is not, in a package that is not imported either."""
     package = tmp_path / PLANTED
     package.mkdir()
     for name in ("__init__.py", "inner.py"):
@@ -79,7 +79,7 @@ CHANGES = {
 
 @pytest.mark.usefixtures("planted")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_nothing_is_imported_because_a_plan_names_it(entry, change):
+def test_a_name_in_a_plan_never_causes_an_import(entry, change):
     plan = copy.deepcopy(entry.plan)
     change(plan)
     _asked.clear()

@@ -1,8 +1,8 @@
-"""Random changes of a plan whose digests are redone: each ends in a sentence, or the model is served.
+"""Random changes to a plan with updated digests: each causes a cgtool error, or the model still runs.
 
-A plan is a program. One that is changed and sealed again is another program, which can compute something else where the
-change is in what it computes: its steps, its pieces and its outputs. A change of anything else, of a guard, a size or
-the place of a tensor, may not: what is served is what eager gives.
+A plan is a program. A modified and resealed plan is a different program, so it may compute something else if the change
+is in its steps, pieces or outputs. After any other change (to a guard, a size or the source of a tensor), the model
+must still equal eager.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cgtool.store.layout import CacheLayout, RankName
 
 pytestmark = pytest.mark.torch
 
-#: Where a plan says what is computed.
+#: The parts of a plan that define the computation.
 COMPUTED = re.compile(r"\.variants\[\]\.(output|steps|inputs)|\.(graphs|inputs|texts)")
 
 
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers split at attention, whose plan has every kind of row: two variants, sizes, and an output of many parts."""
+    """A model split at attention, whose plan has every kind of row: two variants, sizes, and a nested output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,22 +74,22 @@ def model() -> Model:
     return Model().eval()
 
 
-def agree(one: object, other: object) -> bool:
-    """Return whether two outputs are of one type and hold the same."""
-    have, made = pytree.tree_flatten(one)
-    want, meant = pytree.tree_flatten(other)
-    return made == meant and all(
+def agree(left: object, right: object) -> bool:
+    """Return whether two outputs have the same type and equal values."""
+    leaves, structure = pytree.tree_flatten(left)
+    expected_leaves, expected_structure = pytree.tree_flatten(right)
+    return structure == expected_structure and all(
         type(a) is type(b) and (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
-        for a, b in zip(have, want, strict=True)
+        for a, b in zip(leaves, expected_leaves, strict=True)
     )
 
 
-def changed(one: object, other: object) -> str:
-    """Return the path of the one place where two documents differ, without numbers."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return next((f".{key}{changed(one[key], other[key])}" for key in one if one[key] != other[key]), "")
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return next((f"[]{changed(a, b)}" for a, b in zip(one, other, strict=True) if a != b), "")
+def changed(left: object, right: object) -> str:
+    """Return the path of the only difference between two documents, without indices."""
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        return next((f".{key}{changed(left[key], right[key])}" for key in left if left[key] != right[key]), "")
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        return next((f"[]{changed(a, b)}" for a, b in zip(left, right, strict=True) if a != b), "")
     return ""
 
 
@@ -100,17 +100,17 @@ class Entry:
         spec = ModelSpec(module=model(), calls=[ExampleCall(args=(torch.rand(6, 4),))], dynamic={"x": {0: "n"}})
         config = CompilationConfig(adaptor="eager", proof=False)
         with torch.no_grad():
-            made = warm(spec, config=config, cache_dir=root)
+            structure = warm(spec, config=config, cache_dir=root)
         layout = CacheLayout(root=root)
         self._root = root
         self._model = model()
         self._inputs = [torch.rand(rows, 4) for rows in (3, 5)]
-        self._entry = read_entry(layout, RankName(hash=made.hash, rank=0, prefix="backbone"))
-        self._writer = EntryWriter(layout, read_key(layout, made.hash), rank=0, prefix="backbone")
+        self._entry = read_entry(layout, RankName(hash=structure.hash, rank=0, prefix="backbone"))
+        self._writer = EntryWriter(layout, read_key(layout, structure.hash), rank=0, prefix="backbone")
         self.plan = json.loads(self._entry.files["plan.json"])
 
     def outcome(self, plan: object) -> str:
-        """Serve the model from this plan; return "served", "different", or the name of the error that says why not."""
+        """Run the model from this plan; return "served", "different", or the name of the error."""
         data = json.dumps(plan).encode("utf-8", "surrogatepass")
         self._writer.publish(self._entry.manifest, {"plan.json": data})
         try:
@@ -127,7 +127,7 @@ def entry(tmp_path_factory):
 
 
 def outcomes(entry: Entry, seeds: range) -> dict[str, int]:
-    """Return how many changed plans ended how, and fail where one ended in anything but a sentence."""
+    """Return the number of modified plans by outcome; fail if one raises an error that is not a CgtoolError."""
     found: dict[str, int] = {}
     strange: list[str] = []
     with torch.no_grad():
@@ -144,13 +144,13 @@ def outcomes(entry: Entry, seeds: range) -> dict[str, int]:
     return found
 
 
-def test_a_changed_plan_is_refused_in_a_sentence_or_serves(entry):
+def test_a_modified_plan_is_refused_or_gives_correct_results(entry):
     with torch.no_grad():
         assert entry.outcome(entry.plan) == "served"
     assert {"served", "CacheMissError"} <= outcomes(entry, range(300)).keys()
 
 
-#: What a stranger makes of the output's class and its fields: one left out, one more, one without a value or a name.
+#: Malicious changes to the fields of the output's class: one missing, one more, one without a value or a name.
 OUTPUTS = [
     pytest.param(lambda fields: fields[:-1], [], id="missing"),
     pytest.param(lambda fields: [*fields, fields[0]], [], id="more"),
@@ -161,7 +161,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(("by_place", "by_name"), OUTPUTS)
-def test_an_output_that_does_not_fit_its_class_is_refused_at_load(entry, by_place, by_name):
+def test_an_output_that_does_not_match_its_class_is_refused_at_load(entry, by_place, by_name):
     plan = copy.deepcopy(entry.plan)
     for variant in plan["variants"]:
         _, _, fields, _ = variant["output"]
@@ -171,5 +171,5 @@ def test_an_output_that_does_not_fit_its_class_is_refused_at_load(entry, by_plac
 
 
 @pytest.mark.slow
-def test_ten_thousand_changed_plans_are_refused_in_a_sentence_or_serve(entry):
+def test_ten_thousand_modified_plans_are_refused_or_give_correct_results(entry):
     outcomes(entry, range(300, 10_300))

@@ -1,4 +1,4 @@
-"""Rows that lead to another's artifact are found, although every digest is right."""
+"""Rows that point to another row's artifact are detected although all digests match."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADAPTORS = {"json": "eager", "pt2": "aot_inductor", "aot": "inductor_standalone"
 
 
 class Model(nn.Module):
-    """Two pieces of the same inputs and outputs around attention."""
+    """Two pieces with the same inputs and outputs around attention."""
 
     def __init__(self):
         super().__init__()
@@ -70,26 +70,26 @@ def cache(warmed, tmp_path):
     return CacheLayout(root=tmp_path / "cache"), RankName(hash=warmed[1], rank=0, prefix="backbone")
 
 
-def exchanged(cache, one, other):
-    """Let two rows, named by piece and shape, lead to each other's artifact."""
+def exchanged(cache, first, second):
+    """Exchange the artifacts of two rows, given by piece and shape."""
     layout, name = cache
     entry = read_entry(layout, name)
     rows = {(row.piece_index, shape_text(row.shape)): row for row in entry.manifest.rows if row.variant == 0}
-    swap = {id(rows[one]): rows[other].artifact, id(rows[other]): rows[one].artifact}
+    swap = {id(rows[first]): rows[second].artifact, id(rows[second]): rows[first].artifact}
     changed = tuple(replace(row, artifact=swap.get(id(row), row.artifact)) for row in entry.manifest.rows)
     writer = EntryWriter(layout, read_key(layout, name.hash), rank=0, prefix="backbone")
     writer.publish(replace(entry.manifest, rows=changed), entry.files)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [((0, "general"), (2, "general")), ((0, "n=8"), (0, "n=16")), ((2, "general"), (2, "n=8"))]
+    ("first", "second"), [((0, "general"), (2, "general")), ((0, "n=8"), (0, "n=16")), ((2, "general"), (2, "n=8"))]
 )
-def test_rows_that_were_exchanged_are_found_by_load_and_by_verify(cache, model, one, other):
+def test_exchanged_rows_are_detected_by_load_and_by_verify(cache, model, first, second):
     layout, name = cache
     with torch.no_grad():
         torch.testing.assert_close(cgtool.load(model, cache_dir=layout.root)(torch.ones(8, 4)), model(torch.ones(8, 4)))
     assert check_entry(layout, name.hash).problems == []
-    exchanged(cache, one, other)
+    exchanged(cache, first, second)
     with pytest.raises(ArtifactError, match="compiled from another piece or for another shape"):
         cgtool.load(model, cache_dir=layout.root)
     assert {problem.kind for problem in check_entry(layout, name.hash).problems} == {"misplaced"}
@@ -98,7 +98,7 @@ def test_rows_that_were_exchanged_are_found_by_load_and_by_verify(cache, model, 
         torch.testing.assert_close(cgtool.load(model, cache_dir=layout.root)(torch.ones(8, 4)), model(torch.ones(8, 4)))
 
 
-def test_only_what_agrees_in_piece_and_shape_shares_a_file(cache):
+def test_only_rows_of_the_same_piece_and_shape_share_a_file(cache):
     layout, name = cache
     entry = read_entry(layout, name)
     plan = parse_plan(entry.files["plan.json"], path=layout.root)
@@ -110,7 +110,7 @@ def test_only_what_agrees_in_piece_and_shape_shares_a_file(cache):
 
 
 @pytest.mark.parametrize("kind", CODE)
-def test_an_artifact_says_what_it_was_compiled_from_whatever_its_kind(kind):
+def test_every_kind_of_artifact_records_its_origin(kind):
     data = with_origin(CODE[kind], kind, SAID)
     assert data == with_origin(CODE[kind], kind, SAID)
     origin, code = split_origin(data, kind)
@@ -134,7 +134,7 @@ def replaced_origin(package):
 
 @pytest.mark.parametrize("kind", CODE)
 @pytest.mark.parametrize("cut", [0, 1, 40])
-def test_an_artifact_that_does_not_say_is_refused(kind, cut):
+def test_an_artifact_without_an_origin_is_refused(kind, cut):
     for data in (CODE[kind], with_origin(CODE[kind], kind, SAID)[:cut], b"[]\n", b'{"piece":"x","shape":{}}\n'):
         with pytest.raises(ArtifactError, match="does not record what it was compiled from"):
             split_origin(data, kind)

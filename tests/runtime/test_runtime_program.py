@@ -1,4 +1,4 @@
-"""The stitched program: outputs rebuilt, strides repaired, intermediates freed, and no code from a hostile plan."""
+"""The stitched program: outputs, strides, freed intermediates, and no code from a malicious plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class Bag(dict):
-    """A dict of its own class."""
+    """A subclass of dict."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def model():
     return hand.Model()
 
 
-def test_an_output_is_put_together_from_its_template(model):
+def test_an_output_is_built_from_its_template(model):
     template = [
         "call",
         "hand_plans:Output",
@@ -84,14 +84,14 @@ def test_an_output_is_put_together_from_its_template(model):
     assert got.extra["dtype"] is torch.float16
 
 
-def test_constants_that_a_caller_may_write_to_are_new_each_time(model):
+def test_mutable_constants_are_new_in_each_call(model):
     loaded = hand.load(model, hand.variant(output=["const", ["d", ["a", ["l", 1, 2]]]]))
     x = torch.randn(3, hand.WIDTH)
     loaded(x)["a"].append(3)
     assert loaded(x) == {"a": [1, 2]}
 
 
-def test_an_input_that_is_returned_is_the_very_object(model):
+def test_a_returned_input_is_the_same_object(model):
     loaded = hand.load(model, hand.variant(output=["tuple", [["v", 0], ["v", 1]]]))
     x = torch.randn(3, hand.WIDTH)
     got = loaded(x)
@@ -100,7 +100,7 @@ def test_an_input_that_is_returned_is_the_very_object(model):
 
 
 def _attention(name, **meta):
-    """The plan with another op in the middle, whose fake implementation promises rows with these strides."""
+    """The plan with another op in the middle, whose fake implementation promises these strides."""
     row = hand.tensor("s0", hand.WIDTH, **meta)
     middle = hand.graph([hand.ROWS], [hand.call(f"torch.ops.cgtool_runtime_test.{name}", "%0")], ["%1"], [row])
     steps = list(hand.variant().steps)
@@ -108,7 +108,7 @@ def _attention(name, **meta):
     return hand.variant(steps=tuple(steps), output=["tuple", [["v", 4], ["v", 5]]]), middle
 
 
-def test_strides_that_differ_from_the_promise_are_repaired(model):
+def test_strides_that_differ_from_the_fake_implementation_are_repaired(model):
     made, middle = _attention("attn", stride=(1, "s0"))
     x = torch.randn(3, hand.WIDTH)
     attention, out = hand.load(model, made, graphs=[middle])(x)
@@ -117,7 +117,7 @@ def test_strides_that_differ_from_the_promise_are_repaired(model):
     assert torch.allclose(out, model(x))
 
 
-def test_strides_as_promised_are_left_alone(model):
+def test_strides_that_match_the_fake_implementation_are_left_alone(model):
     made, middle = _attention("attn")
     plan = hand.plan(made, graphs=[middle])
     seen = []
@@ -132,14 +132,14 @@ def test_strides_as_promised_are_left_alone(model):
     assert seen == [attention.data_ptr()]
 
 
-def test_another_dtype_than_promised_names_the_op(model):
+def test_a_dtype_that_differs_from_the_fake_implementation_is_refused(model):
     made, middle = _attention("wrong")
-    says = r"cgtool_runtime_test.wrong returned a tensor of float64 .* fake implementation promised float32"
-    with pytest.raises(ArtifactError, match=says):
+    message = r"cgtool_runtime_test.wrong returned a tensor of float64 .* fake implementation promised float32"
+    with pytest.raises(ArtifactError, match=message):
         hand.load(model, made, graphs=[middle])(torch.randn(3, hand.WIDTH))
 
 
-def test_an_artifact_with_too_few_outputs_is_named(model):
+def test_an_artifact_with_too_few_outputs_is_reported(model):
     plan = hand.plan()
     opened = {**hand.opened(plan), (0, 2): PiecewiseBackend(general=lambda _args: [])}
     with pytest.raises(ArtifactError, match=r"Piece 2 .* did not return the 1 tensors of its graph .*got 0"):
@@ -251,7 +251,7 @@ def _steps(**changes):
         pytest.param({"output": ["const", ["size", "x"]]}, id="template literal of another type"),
     ],
 )
-def test_a_hostile_plan_is_refused_before_it_becomes_code(model, changes):
+def test_a_malicious_plan_is_refused_before_code_is_generated(model, changes):
     with pytest.raises(CgtoolError):
         LoadedModel(model, hand.plan(hand.variant(**changes)), hand.opened(hand.plan()))
 
@@ -290,13 +290,13 @@ def test_a_weak_reference_is_followed_and_nothing_else_is_called(model):
         pytest.param(hand.size("%0", "1"), id="size"),
     ],
 )
-def test_a_hostile_piece_is_refused_before_it_becomes_code(node):
+def test_a_malicious_piece_is_refused_before_code_is_generated(node):
     made = hand.graph([hand.ROWS, hand.WEIGHT], [node], ["%2"], [hand.ROWS])
     with pytest.raises(ArtifactError):
         piece_function(made)
 
 
-def test_nothing_of_the_plan_can_reach_builtins(model):
+def test_generated_code_cannot_reach_builtins(model):
     loaded = hand.load(model)
     served = loaded._variants[0]
     for function in (served.accept._make(), served.program._make(), served.bound._same):
@@ -341,11 +341,11 @@ def test_sizes_methods_containers_and_constants():
         hand.method("add_", "%10", {"f": "0.5"}, alpha=-2),
     ]
     part = torch.cat([x.view(6, 2)] * 2, dim=1)[:3, ...].to(torch.float64)
-    want = part + part + torch.tensor([1.0, 2, 3, 4]) - 1
-    assert torch.equal(run(nodes, "%11", x), want)
+    expected = part + part + torch.tensor([1.0, 2, 3, 4]) - 1
+    assert torch.equal(run(nodes, "%11", x), expected)
 
 
-def test_intermediates_die_with_their_last_use():
+def test_a_piece_frees_intermediates_after_their_last_use():
     refs = []
     library = hand.LIBRARY
     if not hasattr(torch.ops.cgtool_runtime_test, "watch"):
@@ -360,17 +360,17 @@ def test_intermediates_die_with_their_last_use():
     nodes = [hand.call("torch.ops.cgtool_runtime_test.watch", f"%{i}") for i in range(4)]
     out = run(nodes, "%4", torch.zeros(2, 4))
     assert torch.equal(out, torch.full((2, 4), 4.0))
-    # The op's argument is alive while it runs, what came before it is not.
+    # While the op runs, its argument is alive, but earlier values are not.
     assert [alive for _, alive in refs] == [[], [True], [False, True], [False, False, True]]
 
 
-def test_a_value_that_nothing_uses_is_computed_and_forgotten():
+def test_an_unused_value_is_computed_and_dropped():
     x = torch.zeros(2, 4)
     run([hand.method("add_", "%0", 1), hand.call("torch.sin", "%0")], "%2", x)
     assert torch.equal(x, torch.ones(2, 4))
 
 
-def test_an_input_may_be_an_output_and_an_output_may_come_twice():
+def test_an_input_may_be_an_output_and_outputs_may_repeat():
     x = torch.zeros(2, 4)
     function = piece_function(hand.graph([X], [hand.call("torch.sin", "%0")], ["%0", "%1", "%1"], [X] * 3))
     first, second, third = function([x])
@@ -392,6 +392,6 @@ def test_autocast_regions_close_when_an_op_raises():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_ops_are_named_for_people():
+def test_op_names_are_readable():
     assert op_names(hand.ATTENTION) == ("cgtool_runtime_test.attn.default",)
     assert op_names(hand.LINEAR) == ("torch._C._nn.linear",)

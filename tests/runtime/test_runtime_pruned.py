@@ -1,4 +1,4 @@
-"""A load and a prune: what is loaded stays, what goes meanwhile is a miss in a sentence, such misses are counted."""
+"""Load and prune: loaded entries stay, an entry removed during a load is a miss, and such misses are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture
 def let_go():
-    """Return what ends this process's hold on entries, as its end would."""
+    """Return a function that releases this process's leases, as its exit would."""
 
     def end():
         for lease in leases._held.values():
@@ -48,7 +48,7 @@ def prune(root):
     return make_plan(CacheLayout(root=root), Rules(keep_last=0)).execute()
 
 
-def test_what_prune_goes_on_removing_during_a_load_is_a_miss(model, cache_root, let_go):
+def test_an_entry_that_prune_is_removing_is_a_miss(model, cache_root, let_go):
     hash_ = warmed(model, cache_root).hash
     let_go()
     with leases.claimed(CacheLayout(root=cache_root), hash_) as mine:
@@ -67,10 +67,10 @@ def test_a_loaded_entry_stays_until_the_process_ends(model, cache_root, let_go):
     let_go()
     assert prune(cache_root).removed == (hash_,)
     x = torch.rand(2, 4)
-    torch.testing.assert_close(loaded(x), model(x))  # what was opened serves on
+    torch.testing.assert_close(loaded(x), model(x))  # the loaded model still works
 
 
-def test_what_goes_between_being_found_and_being_held_is_a_miss(model, cache_root, let_go, monkeypatch):
+def test_an_entry_removed_before_its_lease_is_taken_is_a_miss(model, cache_root, let_go, monkeypatch):
     warmed(model, cache_root)
     let_go()
     keep = find_module.keep
@@ -85,7 +85,7 @@ def test_what_goes_between_being_found_and_being_held_is_a_miss(model, cache_roo
     assert "was pruned on" in caught.value.reasons[0]
 
 
-def test_a_miss_that_a_prune_caused_is_counted_and_says_so(model, cache_root, let_go):
+def test_a_miss_caused_by_prune_is_counted_and_reported(model, cache_root, let_go):
     hash_ = warmed(model, cache_root).hash
     let_go()
     prune(cache_root)

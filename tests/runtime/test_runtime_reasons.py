@@ -1,4 +1,4 @@
-"""Another configuration, machine or state of torch is a miss, of which all who are asked say the same."""
+"""Another configuration, machine or state of torch is a miss; load, `warm --check` and `why` give the same reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("no_grad")]
 
 @pytest.fixture(scope="module")
 def warm_root(tmp_path_factory) -> Path:
-    """Return a cache with one entry, which no test writes to."""
+    """Return a cache with one entry, which tests must not change."""
     root = tmp_path_factory.mktemp("reasons") / "cache"
     with torch.no_grad():
         warm(spec(Model().eval()), config=EAGER, cache_dir=root)
@@ -38,13 +38,13 @@ def warm_root(tmp_path_factory) -> Path:
 
 def first_reason(root: Path, config: CompilationConfig = EAGER) -> str:
     """Return the first reason of a load that misses, of `warm --check` and of `why`."""
-    asked = spec(Model().eval())
+    target = spec(Model().eval())
     with pytest.raises(CacheMissError) as loaded:
-        cgtool.load(asked.module, cache_dir=root, config=config)
+        cgtool.load(target.module, cache_dir=root, config=config)
     with pytest.raises(CacheMissError) as checked:
-        warm(asked, config=config, cache_dir=root, check=True)
-    told = why_spec(asked, config=config, cache_dir=root)
-    reason = told.reasons[0].sentence
+        warm(target, config=config, cache_dir=root, check=True)
+    report = why_spec(target, config=config, cache_dir=root)
+    reason = report.reasons[0].sentence
     assert [str(error.value.reasons[0]) for error in (loaded, checked)] == [reason, reason]
     return reason
 
@@ -53,7 +53,7 @@ CONFIGS = {
     "level": ({"level": 2}, r"config\.(level|splitting_ops)"),
     "splitting_ops": ({"splitting_ops": ("aten::tanh",)}, r"config\.splitting_ops"),
     "adaptor": ({"adaptor": "inductor_standalone"}, r"config\.adaptor"),
-    "use_inductor": ({"adaptor": "", "use_inductor": True}, r"config\.adaptor"),  # what it says is said by the adaptor
+    "use_inductor": ({"adaptor": "", "use_inductor": True}, r"config\.adaptor"),  # reported as the adaptor
     "inductor_compile_config": (
         {"inductor_compile_config": {"epilogue_fusion": False}},
         r"config\.inductor_compile_config",
@@ -61,7 +61,7 @@ CONFIGS = {
 }
 
 
-def test_every_key_field_is_swept():
+def test_every_key_field_is_tested():
     from cgtool.config import FIELDS
 
     assert set(CONFIGS) == {name for name, spec in FIELDS.items() if spec.kind == "key"}
@@ -69,11 +69,11 @@ def test_every_key_field_is_swept():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_key_field_of_the_configuration_is_a_miss(name, warm_root):
-    fields, words = CONFIGS[name]
-    assert re.search(words, first_reason(warm_root, CompilationConfig(**{"adaptor": "eager", **fields})))
+    fields, pattern = CONFIGS[name]
+    assert re.search(pattern, first_reason(warm_root, CompilationConfig(**{"adaptor": "eager", **fields})))
 
 
-#: What is asked of the machine, what it says, and the first reason.
+#: The function that inspects the machine, its value, and the first reason.
 MACHINES = [
     (
         (factors, "_torch_build"),
@@ -87,10 +87,10 @@ MACHINES = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "value", "words"), MACHINES)
-def test_another_environment_is_a_miss(asked, value, words, warm_root, monkeypatch):
-    monkeypatch.setattr(*asked, lambda: value)
-    assert re.search(words, first_reason(warm_root))
+@pytest.mark.parametrize(("target", "value", "pattern"), MACHINES)
+def test_another_environment_is_a_miss(target, value, pattern, warm_root, monkeypatch):
+    monkeypatch.setattr(*target, lambda: value)
+    assert re.search(pattern, first_reason(warm_root))
 
 
 def test_a_variable_of_the_environment_is_a_miss(warm_root, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_variable_of_the_environment_is_a_miss(warm_root, monkeypatch):
 
 
 def test_another_python_is_a_miss(warm_root, monkeypatch):
-    # every digest of code differs too; the version is what a person understands
+    # every code digest differs as well, but the version is the readable reason
     monkeypatch.setattr("sys.version_info", (3, 99, 0, "final", 0))
     monkeypatch.setattr(host, "python_name", lambda: "cpython 3.99")
     assert re.search(r"python.*3\.99", first_reason(warm_root))
@@ -112,7 +112,7 @@ def test_an_inductor_setting_is_a_miss(warm_root):
         assert re.search("inductor.*epilogue_fusion", first_reason(warm_root))
 
 
-def test_the_order_in_which_dynamo_names_its_guards_makes_no_other_entry(warm_root, tmp_path, monkeypatch):
+def test_the_order_of_guards_does_not_change_the_key(warm_root, tmp_path, monkeypatch):
     as_it_is = stitch_module.stitch
 
     def turned(*arguments, **named):

@@ -1,4 +1,4 @@
-"""Load under a policy: what is signed is taken, what is not is refused before anything of it is used."""
+"""Load under a trust policy: signed entries are used, others are refused before anything of them is used."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def fill(root, level):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A cache of two entries that serve the model, the older one of which was imported signed; and the keys."""
+def caches(tmp_path_factory):
+    """A cache with two matching entries, the older of which was imported with a signature; and the keys."""
     folder = tmp_path_factory.mktemp("made")
     make_keys(folder / "keys", "ours", "theirs")
     with torch.no_grad():
@@ -51,14 +51,14 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def root(made, tmp_path):
-    shutil.copytree(made[0] / "cache", tmp_path / "cache")
+def root(caches, tmp_path):
+    shutil.copytree(caches[0] / "cache", tmp_path / "cache")
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def ours(made):
-    return made[0] / "keys/ours.pub"
+def ours(caches):
+    return caches[0] / "keys/ours.pub"
 
 
 def agrees(model, **options):
@@ -73,30 +73,30 @@ def refusal(model, **options):
     return refused.value.reason
 
 
-def test_of_two_that_fit_the_signed_one_is_taken(model, root, ours, made):
-    plan = root / "torch_compile_cache" / made[2] / "rank_0/backbone/plan.json"
+def test_of_two_matching_entries_the_signed_one_is_used(model, root, ours, caches):
+    plan = root / "torch_compile_cache" / caches[2] / "rank_0/backbone/plan.json"
     agrees(model, cache_dir=root, trusted_keys=[ours])
-    plan.write_bytes(b"torn")  # of the other one nothing is used, and nothing is said
+    plan.write_bytes(b"torn")  # the other entry is not used, and its damage is not reported
     agrees(model, cache_dir=root, trusted_keys=[ours])
 
 
-def test_where_none_is_signed_load_says_so_and_parses_nothing(model, root, ours, made):
-    shutil.rmtree(root / "torch_compile_cache" / made[1] / "signatures")
+def test_unsigned_entries_are_refused_and_not_parsed(model, root, ours, caches):
+    shutil.rmtree(root / "torch_compile_cache" / caches[1] / "signatures")
     assert refusal(model, cache_dir=root, trusted_keys=[ours]) == "unsigned"
     agrees(model, cache_dir=root)
 
 
-def test_the_configuration_and_the_variable_ask_as_well(model, root, made, monkeypatch):
-    theirs = str(made[0] / "keys/theirs.pub")
+def test_the_configuration_and_the_environment_can_require_signatures(model, root, caches, monkeypatch):
+    theirs = str(caches[0] / "keys/theirs.pub")
     config = CompilationConfig(adaptor="eager", level=3, trusted_keys=[theirs])
     assert refusal(model, cache_dir=root, config=config) == "untrusted_key"
     monkeypatch.setenv("CGTOOL_TRUSTED_KEYS", theirs)
     assert refusal(model, cache_dir=root) == "untrusted_key"
     assert refusal(model, cache_dir=root, config=CompilationConfig(adaptor="eager", level=3)) == "untrusted_key"
-    agrees(model, cache_dir=root, trusted_keys=[made[0] / "keys/ours.pub"])
+    agrees(model, cache_dir=root, trusted_keys=[caches[0] / "keys/ours.pub"])
 
 
-def test_a_cache_that_others_may_write_to_is_refused_unless_the_policy_permits_it(model, root, monkeypatch):
+def test_a_cache_writable_by_others_is_refused_unless_the_policy_allows_it(model, root, monkeypatch):
     root.chmod(root.stat().st_mode | stat.S_IWOTH)
     assert refusal(model, cache_dir=root) == "writable_by_others"
     agrees(model, cache_dir=root, config=CompilationConfig(adaptor="eager", level=3, allow_shared_cache=True))
@@ -104,12 +104,12 @@ def test_a_cache_that_others_may_write_to_is_refused_unless_the_policy_permits_i
     agrees(model, cache_dir=root)
 
 
-def test_a_model_that_nothing_serves_is_a_miss_as_ever(root, ours):
+def test_under_a_policy_a_model_without_an_entry_is_still_a_miss(root, ours):
     with pytest.raises(CacheMissError):
         cgtool.load(Model(width=5).eval(), cache_dir=root, trusted_keys=[ours])
 
 
-def test_what_compile_made_is_refused_once_others_may_write_to_it(model, tmp_path):
+def test_a_compiled_entry_is_refused_once_others_can_write_to_it(model, tmp_path):
     compiled = cgtool.compile(
         model, example_args=(torch.rand(3, 4),), config=CompilationConfig(adaptor="eager"), cache_dir=tmp_path / "own"
     )
@@ -118,7 +118,7 @@ def test_what_compile_made_is_refused_once_others_may_write_to_it(model, tmp_pat
     assert refusal(model, cache_dir=tmp_path / "own") == "writable_by_others"
 
 
-def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root, tmp_path):
+def test_a_symlinked_cache_is_read_through_its_resolved_path(model, root, tmp_path):
     (tmp_path / "link").symlink_to(root)
     agrees(model, cache_dir=tmp_path / "link")
     root.chmod(0o777)
@@ -127,7 +127,7 @@ def test_a_cache_that_is_named_by_a_link_is_read_where_the_link_led(model, root,
 
 
 def _loads(root):
-    """What `verify --load` does in its process."""
+    """As `verify --load` does in its child process."""
     layout = CacheLayout(root=root)
     found = [_open_all(layout, name, print) for name in layout.rank_names(layout.hashes()[0])]
     ((problem,),) = (opened.problems for opened in found)
@@ -156,36 +156,36 @@ def unsigned_cache(tmp_path_factory):
 
 
 @pytest.fixture
-def own(unsigned_cache, tmp_path):
+def unsigned(unsigned_cache, tmp_path):
     return Path(shutil.copytree(unsigned_cache, tmp_path / "own"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_asks_the_owner_before_it_interprets_anything(model, own, verb):
-    (folder,) = own.glob("torch_compile_cache/*/rank_0")
+def test_every_command_checks_the_owner_before_it_interprets_anything(model, unsigned, verb):
+    (folder,) = unsigned.glob("torch_compile_cache/*/rank_0")
     for path in (folder.parent / "key.json", folder / "backbone/manifest.json", folder / "backbone/plan.json"):
         path.write_bytes(b"not even JSON")
     folder.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"rank_0 is writable by everyone.*--cache-dir") as refused:
-        VERBS[verb](model, own)
+    with pytest.raises(RefusedError, match=r"rank_0 can be written to by everyone.*--cache-dir") as refused:
+        VERBS[verb](model, unsigned)
     assert refused.value.reason == "writable_by_others"
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_asks_for_a_signature_before_it_interprets_anything(model, own, ours, verb, monkeypatch):
-    for path in own.glob("torch_compile_cache/*/key.json"):
+def test_every_command_checks_the_signature_before_it_interprets_anything(model, unsigned, ours, verb, monkeypatch):
+    for path in unsigned.glob("torch_compile_cache/*/key.json"):
         path.write_bytes(b"not even JSON")
     monkeypatch.setenv("CGTOOL_TRUSTED_KEYS", str(ours))
-    with pytest.raises(RefusedError, match=r"imported without a signature.*--cache-dir") as refused:
-        VERBS[verb](model, own)
+    with pytest.raises(RefusedError, match=r"not imported with a signature.*--cache-dir") as refused:
+        VERBS[verb](model, unsigned)
     assert refused.value.reason == "unsigned"
 
 
-def test_warm_adds_to_no_entry_that_is_refused(model, own):
-    """Of another rank, so that nothing is found; the key would lead into the same folder."""
-    (entry,) = own.glob("torch_compile_cache/" + "[0-9a-f]" * 64)
+def test_warm_does_not_add_to_a_refused_entry(model, unsigned):
+    """With another rank, nothing is found, but the key leads to the same folder."""
+    (entry,) = unsigned.glob("torch_compile_cache/" + "[0-9a-f]" * 64)
     entry.chmod(0o777)
-    before = sorted(own.rglob("*"))
+    before = sorted(unsigned.rglob("*"))
     with pytest.raises(RefusedError, match="--cache-dir"):
-        warm(spec(model), config=EAGER, cache_dir=own, rank=1)
-    assert [path for path in sorted(own.rglob("*")) if path not in before and "state" not in path.parts] == []
+        warm(spec(model), config=EAGER, cache_dir=unsigned, rank=1)
+    assert [path for path in sorted(unsigned.rglob("*")) if path not in before and "state" not in path.parts] == []

@@ -1,4 +1,4 @@
-"""Tensors of the model: what changes after load is used or refused, and never stale."""
+"""The model's tensors: changes after load are used or refused, never ignored."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def subclassed(model):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda m: m.half(), "first.weight has dtype float16 and was traced with float32"),
         (lambda m: m.to("meta"), "first.weight is on meta and must be on cpu"),
@@ -98,23 +98,23 @@ def subclassed(model):
         "negated",
     ],
 )
-def test_another_make_is_refused_by_the_next_call_and_by_load(model, x, change, says):
+def test_a_weight_of_another_kind_is_refused_by_the_next_call_and_by_load(model, x, change, message):
     loaded = hand.load(model)
     loaded(x)
     with torch.inference_mode():
         loaded(x)
     change(model)
     for attempt in range(2):
-        with pytest.raises(GuardError, match=says) as error:
+        with pytest.raises(GuardError, match=message) as error:
             loaded(x)
         assert "warm the model again" in str(error.value), attempt
-    with torch.inference_mode(), pytest.raises(GuardError, match=says):
+    with torch.inference_mode(), pytest.raises(GuardError, match=message):
         loaded(x)
     with pytest.raises(GuardError):
         hand.load(model)
 
 
-def test_requires_grad_is_seen_whatever_mode_a_check_was_made_in(model, x):
+def test_requires_grad_is_detected_in_and_out_of_inference_mode(model, x):
     loaded = hand.load(model)
     loaded(x)
     model.requires_grad_(requires_grad=False)
@@ -127,7 +127,7 @@ def test_requires_grad_is_seen_whatever_mode_a_check_was_made_in(model, x):
             loaded(x)
 
 
-def test_a_replaced_module_has_the_model_checked_again(model, x):
+def test_replacing_a_module_rechecks_the_model(model, x):
     guards = (Guard(source="self.first|type", kind="value", expected=["type", "torch.nn.modules.linear:Linear"]),)
     loaded = hand.load(model, hand.variant(model_guards=guards))
     loaded(x)
@@ -137,7 +137,7 @@ def test_a_replaced_module_has_the_model_checked_again(model, x):
         loaded(x)
 
 
-def test_an_added_module_has_the_model_checked_again(model, x):
+def test_adding_a_module_rechecks_the_model(model, x):
     guards = (Guard(source="self._modules", kind="keys", expected=["first", "last"]),)
     loaded = hand.load(model, hand.variant(model_guards=guards))
     loaded(x)
@@ -148,7 +148,7 @@ def test_an_added_module_has_the_model_checked_again(model, x):
     assert torch.equal(loaded(x), model(x))
 
 
-def test_recheck_sees_a_plain_attribute_that_changed(model, x):
+def test_recheck_detects_a_changed_plain_attribute(model, x):
     loaded = hand.load(model)
     loaded.recheck()
     model.eps = 0.25
@@ -170,7 +170,7 @@ def test_untied_weights_are_refused(model, x):
         loaded(x)
 
 
-def test_weights_that_become_one_are_refused(model, x):
+def test_weights_that_become_tied_are_refused(model, x):
     apart = (Guard(source="self.last.weight", kind="same:self.first.weight", expected=False),)
     loaded = hand.load(model, hand.variant(model_guards=apart))
     assert torch.equal(loaded(x), model(x))
@@ -209,18 +209,18 @@ def test_buffers_plain_attributes_and_globals_are_read_live(model, x):
         Input(source='self.plain["w"][0]', meta=hand.WEIGHT),
     )
     loaded = hand.load(model, hand.variant(inputs=inputs))
-    want = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
-    assert torch.allclose(loaded(x), want)
+    expected = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
+    assert torch.allclose(loaded(x), expected)
     model.scale = torch.full_like(model.scale, 3.0)
     model.plain["w"][0] = torch.full_like(model.scale, 2.0)
-    want = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
-    assert torch.allclose(loaded(x), want)
+    expected = x @ model.scale.t() * 2 @ model.plain["w"][0].t()
+    assert torch.allclose(loaded(x), expected)
     model.plain["w"] = []
     with pytest.raises(GuardError, match="no longer exists"):
         loaded(x)
 
 
-def test_a_part_of_what_a_method_closes_over_is_read_from_there():
+def test_a_tensor_in_a_closure_is_read_from_the_closure():
     held = {"part": [1]}
 
     class Closed(nn.Module):

@@ -1,4 +1,4 @@
-"""Every device that captures: the double on the CPU, and CUDA where there is a GPU."""
+"""Fixtures for every graph backend: the double on the CPU, and CUDA if there is a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def backend(device):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors here are tiny: on a busy machine, threads that wait for each other take longer than the work."""
+    """Use one thread: with tiny tensors, synchronizing threads on a busy machine takes longer than the work."""
     import torch
 
     before = torch.get_num_threads()

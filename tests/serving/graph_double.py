@@ -1,15 +1,15 @@
-"""CUDA graphs without a GPU: a double of `CudaGraphs` for tests, itself checked against real graphs on a GPU.
+"""A test double of `CudaGraphs` that needs no GPU. Tests check it against real graphs on a GPU.
 
-What it shares with the real thing, because what is tested depends on it:
+It behaves like CUDA graphs in all that the tests depend on:
 
-- What is captured does not run: after a capture, outputs hold garbage (NaN here), and nothing outside was written to.
-- A replay runs the recorded ops on the memory of the capture: inputs are read and outputs land where they lay then.
-- Captures allocate from their pool. Memory that nobody holds is handed out again, to later captures of the pool, too,
-  and nobody watches what replays write there: two graphs of one pool can write over each other's outputs.
-- A pool whose last graph was reset is used up.
-- A sync with the host during a capture is an error.
+- Capturing does not run kernels: after a capture, outputs hold garbage (NaN here), and no other memory has changed.
+- A replay runs the recorded ops on the memory of the capture: inputs and outputs have the addresses of the capture.
+- Captures allocate from their pool. Free memory is reused, including by later captures of the pool, and replays may
+  write to it: two graphs of one pool can overwrite each other's outputs.
+- A pool cannot be used again after its last graph was reset.
+- A synchronization with the host during a capture is an error.
 
-Ops are seen by a dispatch mode, so functions must be made of torch ops: native code that runs past the dispatcher is
+Ops are recorded by a dispatch mode, so functions must consist of torch ops: native code that bypasses the dispatcher is
 not recorded.
 """
 
@@ -30,17 +30,17 @@ _SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 
 
 class Pool:
-    """One arena of memory, handed out in blocks; a block is free again when no tensor lies in it."""
+    """An arena of memory, allocated in blocks; a block is free again when no tensor uses it."""
 
     def __init__(self, size: int = 1 << 22) -> None:
         self.memory = np.zeros(size, dtype=np.uint8)
         self.raw = torch.from_numpy(self.memory)
         self.used: dict[int, int] = {}  # offset -> bytes
         self.high = 0
-        self.num_graphs: int | None = None  # None until one was captured
+        self.num_graphs: int | None = None  # None until a graph is captured
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return bytes that count as used until no tensor shares them."""
+        """Return bytes that are in use as long as a tensor shares them."""
         nbytes = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         offset = 0
         for start in sorted(self.used):
@@ -58,14 +58,14 @@ class Pool:
         return start <= tensor.untyped_storage().data_ptr() < start + self.memory.nbytes
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same bytes that does not keep them used."""
+        """Return a tensor over the same bytes that does not keep them in use."""
         start = tensor.data_ptr() - self.raw.data_ptr()
         end = self.memory.nbytes - (self.memory.nbytes - start) % tensor.element_size()
         return self.raw[start:end].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
 
 class GraphDouble:
-    """What one capture recorded."""
+    """The recording of one capture."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
@@ -129,7 +129,7 @@ class DoubleGraphs:
         return pool.high
 
     def synchronize(self) -> None:
-        """Everything here happens at once."""
+        """Do nothing: all work is synchronous."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         return placed
 
     def undo(self) -> None:
-        """Leave memory as if nothing had run: garbage in the pool, and outside what was there."""
+        """Restore memory as if nothing had run: garbage in the pool, original values outside."""
         for tensor, value in reversed(self.before):
             tensor.copy_(value)
         for raw in self.blocks:

@@ -1,4 +1,4 @@
-"""Models made by hand for tests of serving: pieces with an output known in closed form, and attention between them."""
+"""Handwritten models for serving tests: pieces with a closed-form output, and attention between them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cgtool.serving.forward_context import BatchDescriptor, ForwardContext, set_
 
 
 class HandPieces(nn.Module):
-    """x → w0·x + 1 → attend → w1·y → attend → w2·z - 1: three token-wise pieces around two ops that stay eager.
+    """x → w0·x + 1 → attend → w1·y → attend → w2·z - 1: three token-wise pieces around two eager ops.
 
-    `attend` doubles what it gets, in place into a tensor that the piece before it allocated; the output for input x is
+    `attend` writes its doubled input into a tensor that the piece before it allocated. The output for input x is
     4·w0·w1·w2·x + 4·w1·w2 - 1.
     """
 
@@ -37,7 +37,7 @@ class HandPieces(nn.Module):
         return dict(self.named_parameters())
 
     def open_all(self):
-        """Nothing is kept in files."""
+        """Do nothing: there are no artifacts."""
 
     def wrap_pieces(self, wrap):
         self.pieces = [wrap(piece, function) for piece, function in zip(self.described, self.pieces, strict=True)]
@@ -81,7 +81,7 @@ class HandPieces(nn.Module):
 
 
 class TokenPieces(HandPieces):
-    """The same over token ids, which its first piece turns into rows."""
+    """The same over token ids, which the first piece embeds."""
 
     def __init__(self, vocab, *, device="cpu"):
         super().__init__(device=device)

@@ -1,4 +1,4 @@
-"""A model over a paged KV cache, a runner for it, and requests: what tests of whole steps share."""
+"""A model over a paged KV cache, its runner, and requests, shared by tests of whole steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_BLOCKS = 64
 
 
 def paged_llama(device="cpu", num_layers=LAYERS):
-    """Build the fixture with weights that are not drawn by chance."""
+    """Build the fixture model with deterministic weights."""
     if str(FIXTURES) not in sys.path:
         sys.path.insert(0, str(FIXTURES))
     import paged_llama
@@ -31,7 +31,7 @@ def paged_llama(device="cpu", num_layers=LAYERS):
 
 
 class Cached(ModelRunner):
-    """A runner with a KV cache for the fixture."""
+    """A runner with a KV cache for the fixture model."""
 
     def __init__(self, model, device, *, backend=None, config=None, limits=None, num_blocks=NUM_BLOCKS, **options):
         limits = limits or BatchLimits(max_num_seqs=4, max_num_tokens=32, max_seq_len=32, block_size=4)
@@ -58,7 +58,7 @@ class Cached(ModelRunner):
 
 
 class Sequence:
-    """One sequence of a traffic: its tokens, how many are cached, its blocks."""
+    """One sequence: its tokens, the number of cached tokens, and its blocks."""
 
     def __init__(self, rng, blocks, prompt_len):
         self.tokens = [rng.randrange(1, VOCAB - 1) for _ in range(prompt_len)]
@@ -67,7 +67,7 @@ class Sequence:
 
 
 class Traffic:
-    """Random steps of prefills, decodes, mixtures and chunks over a few sequences at a time; no pad's token is used."""
+    """Random steps of prefills, decodes, mixed batches and chunks over a few sequences, without the pad token."""
 
     def __init__(self, limits, seed=0, num_blocks=NUM_BLOCKS):
         self.rng = random.Random(seed)
@@ -77,7 +77,7 @@ class Traffic:
         self.running = []
 
     def step(self):
-        """Return the requests of a step, and for each the whole sequence up to now."""
+        """Return the requests of a step, and the whole sequence so far for each."""
         limits, rng = self.limits, self.rng
         for sequence in [one for one in self.running if len(one.tokens) + 8 > limits.max_seq_len]:
             self.running.remove(sequence)
@@ -89,7 +89,7 @@ class Traffic:
         requests, wholes, room = [], [], limits.max_num_tokens
         for sequence in chosen:
             new = len(sequence.tokens) - sequence.computed
-            if new <= limits.uniform_query_len:  # decode: the sampled token, and guesses at those after it
+            if new <= limits.uniform_query_len:  # decode: the sampled token and speculative tokens
                 sequence.tokens += [rng.randrange(1, VOCAB - 1) for _ in range(limits.uniform_query_len - new)]
                 new = limits.uniform_query_len
             new = min(new, room)
@@ -112,7 +112,7 @@ class Traffic:
 
 
 def expected(module, requests, wholes):
-    """Return what the model computes for the new tokens of each sequence from the whole of it, without a cache."""
+    """Return the model's output for the new tokens of each sequence, computed without a cache."""
     device = next(module.parameters()).device
     rows = []
     for request, tokens in zip(requests, wholes, strict=True):

@@ -1,4 +1,4 @@
-"""The check of a model: sound models pass, and each fault that is seeded is found and named."""
+"""`check_model`: correct models pass, and every seeded fault is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(model, device, *, mode="FULL_DECODE_ONLY", embeddings=None, prepare=la
 
 
 class Around(torch.nn.Module):
-    """A decoder with something done to its output."""
+    """A decoder whose output is modified."""
 
     def __init__(self, device, change):
         super().__init__()
@@ -38,7 +38,7 @@ class Around(torch.nn.Module):
         return self.change(self.inner(input_ids, positions))
 
 
-def test_a_sound_model_passes_and_is_left_as_it_was(device):
+def test_a_correct_model_passes_and_is_unchanged(device):
     module = paged_llama(device)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     record, faults = check(module, device)
@@ -48,7 +48,7 @@ def test_a_sound_model_passes_and_is_left_as_it_was(device):
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-def test_pads_that_reach_real_rows_are_found(device):
+def test_pads_that_affect_real_rows_are_reported(device):
     leaking = Around(device, lambda hidden: hidden + 0 * hidden.sum(dim=0))
     record, faults = check(leaking, device)
     assert set(faults) == {("pads", "FULL", 4), ("pads", "FULL", 2)}, "a batch of one token has no pads"
@@ -56,7 +56,7 @@ def test_pads_that_reach_real_rows_are_found(device):
     assert "NaN" in record.findings[0].sentence
 
 
-def test_state_that_a_graph_froze_is_found(device):
+def test_state_that_a_graph_froze_is_reported(device):
     calls = []
 
     def counted(hidden):
@@ -67,7 +67,7 @@ def test_state_that_a_graph_froze_is_found(device):
     assert set(faults) == {("differs", "FULL", size) for size in (1, 2, 4)}
 
 
-def test_outputs_that_a_replay_writes_over_are_found(device):
+def test_overwritten_outputs_are_reported(device):
     def share(runner):
         runner.model.pools.shared = True
 
@@ -75,12 +75,12 @@ def test_outputs_that_a_replay_writes_over_are_found(device):
     assert {fault for fault, _, _ in faults} == {"overwritten"}
 
 
-def test_pieces_that_are_sound_pass(device):
+def test_correct_pieces_pass(device):
     record, faults = check(TokenPieces(VOCAB, device=device), device, mode="PIECEWISE")
     assert (faults, record.num_keys, record.num_replays) == ([], 3, 9)
 
 
-def test_what_is_made_after_warm_up_is_found(device):
+def test_compiling_after_warm_up_is_reported(device):
     class Recompiling(TokenPieces):
         def attend(self, x, output):
             if get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and self.warm:
@@ -99,7 +99,7 @@ def test_what_is_made_after_warm_up_is_found(device):
     assert "18 compiles" in record.findings[0].sentence
 
 
-def test_inputs_that_move_are_found(device):
+def test_inputs_that_move_are_reported(device):
     class Moving(TokenPieces):
         def attend(self, x, output):
             self.kept = super().attend(x, output).clone()

@@ -38,7 +38,7 @@ def execute(requests, mode, descriptor, **more):
     return plain(requests, mode, descriptor, **more)
 
 runner.execute = execute
-# Rank 0 has one sequence and then none; rank 1 has three, one, and a prompt.
+# Rank 0 runs one sequence, none, and one; rank 1 runs three, one, and a prompt.
 work = {0: [[1], [], [1]], 1: [[1, 1, 1], [1], [5]]}[rank]
 rows = []
 for lens in work:

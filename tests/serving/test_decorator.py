@@ -1,4 +1,4 @@
-"""The decorator: instances compiled one by one, classes left alone, state that a graph would freeze refused."""
+"""The decorator compiles instances separately, leaves classes alone, and refuses state that a graph would freeze."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONFIG = CompilationConfig(adaptor="eager")
 
 @pytest.fixture
 def compiled(tmp_path):
-    """Return the decorator with a cache of its own."""
+    """Return the decorator with a separate cache."""
     return lambda **options: support_torch_compile(**{"config": CONFIG, "cache_dir": tmp_path, **options})
 
 
 class Scale(nn.Module):
-    """x·w + bias, where there is a bias."""
+    """x·w, plus bias if given."""
 
     def __init__(self, value=2.0):
         super().__init__()
@@ -47,12 +47,12 @@ def made(before):
 
 
 def decorated(decorator, cls=Scale):
-    """A decorated copy of a class, so that tests share none."""
+    """Return a decorated copy of a class, so that tests do not share a class."""
     return decorator(type(cls.__name__, (cls,), {"forward": cls.forward, "__module__": __name__}))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_each_level_gives_what_eager_gives(compiled, level):
+def test_each_level_equals_eager(compiled, level):
     config = CompilationConfig(level=level, adaptor="eager")
     model = decorated(compiled(config=config))().eval()
     before = counters()
@@ -65,7 +65,7 @@ def test_each_level_gives_what_eager_gives(compiled, level):
     assert made(before) == {"traces": 0, "compiles": 0}
 
 
-def test_two_instances_have_weights_of_their_own_and_share_the_cache(compiled):
+def test_two_instances_have_separate_weights_and_share_the_cache(compiled):
     cls = decorated(compiled())
     one, two = cls(2.0).eval(), cls(3.0).eval()
     x = torch.ones(3, 4)
@@ -85,7 +85,7 @@ def test_a_subclass_runs_its_own_forward(compiled):
     assert parent().eval()(x).tolist() == [[2.0] * 4] * 3
 
 
-def test_a_model_inside_of_another_is_traced_into_it(compiled):
+def test_a_model_inside_another_is_traced_into_it(compiled):
     inner = decorated(compiled())
 
     class Outer(nn.Module):
@@ -116,7 +116,7 @@ def test_threads_that_call_first_together_compile_once(compiled):
     assert made(before)["compiles"] <= 2, "a general variant and one for size 1"
 
 
-def test_the_class_is_as_it_was_where_compiling_fails(compiled):
+def test_a_failed_compile_leaves_the_class_unchanged(compiled):
     broken = [True]
 
     class Breaking(Scale):
@@ -138,7 +138,7 @@ def test_the_class_is_as_it_was_where_compiling_fails(compiled):
     assert model(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
 
 
-def test_an_instance_is_what_it_was(compiled):
+def test_an_instance_still_behaves_like_a_module(compiled):
     model = decorated(compiled())().eval()
     model(torch.ones(3, 4))
     assert list(model.state_dict()) == ["weight"]
@@ -153,8 +153,8 @@ def test_an_instance_is_what_it_was(compiled):
     assert model(torch.ones(3, 4)).tolist() == [[5.0] * 4] * 3
 
 
-def test_a_shallow_copy_runs_its_own_tensors(compiled):
-    """`torch.nn.DataParallel` makes such copies."""
+def test_a_shallow_copy_uses_its_own_tensors(compiled):
+    """`torch.nn.DataParallel` creates such copies."""
     model = decorated(compiled())().eval()
     model(torch.ones(3, 4))
     twin = copy.copy(model)
@@ -163,27 +163,27 @@ def test_a_shallow_copy_runs_its_own_tensors(compiled):
     assert model(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
 
 
-def test_in_training_mode_it_runs_as_it_is(compiled):
+def test_a_model_in_training_mode_runs_eagerly(compiled):
     model = decorated(compiled())().train()
     before = counters()
     assert model(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
     assert made(before) == {"traces": 0, "compiles": 0}
 
 
-def test_an_optional_tensor_is_dynamic_where_it_is_given(compiled):
+def test_an_optional_tensor_is_dynamic_if_it_is_passed(compiled):
     model = decorated(compiled())().eval()
     assert model(torch.ones(3, 4), torch.ones(3, 4)).tolist() == [[3.0] * 4] * 3
     assert model(torch.ones(5, 4), torch.ones(5, 4)).tolist() == [[3.0] * 4] * 5
 
 
-def test_named_dimensions_are_taken_as_they_are(compiled):
+def test_dimensions_can_be_named_or_numbered(compiled):
     cls = decorated(compiled(dynamic_arg_dims={"x": {0: "rows"}}))
     assert cls().eval()(torch.ones(3, 4)).shape == (3, 4)
     last = decorated(compiled(dynamic_arg_dims={"x": [0, -2]}))
     assert last().eval()(torch.ones(3, 4)).shape == (3, 4)
 
 
-def test_without_a_tensor_to_mark_the_decorator_says_what_to_do(compiled):
+def test_a_class_without_tensor_arguments_is_refused(compiled):
     class Untyped(nn.Module):
         def forward(self, x):
             return x
@@ -195,7 +195,7 @@ def test_without_a_tensor_to_mark_the_decorator_says_what_to_do(compiled):
 
 
 class Stateful(nn.Module):
-    """Each kind of write in forward; `kind` says which."""
+    """One kind of write in forward, selected by `kind`."""
 
     def __init__(self, kind):
         super().__init__()
@@ -221,7 +221,7 @@ class Stateful(nn.Module):
         return x + self.buffer
 
 
-def test_state_that_a_graph_would_freeze_is_refused_by_name(compiled):
+def test_state_that_a_graph_would_freeze_is_refused_and_named(compiled):
     model = decorated(compiled(), Stateful)("counter").eval()
     with pytest.raises(TraceError, match=r"changes .*count"):
         model(torch.ones(3, 4))
@@ -230,13 +230,13 @@ def test_state_that_a_graph_would_freeze_is_refused_by_name(compiled):
 @pytest.mark.parametrize(
     ("kind", "second"), [("in place", 3.0), ("local", 1.0), ("buffer", 3.0), ("plain tensor", 1.0)]
 )
-def test_state_that_each_call_leaves_is_the_next_one_s(compiled, kind, second):
+def test_state_that_a_call_leaves_is_seen_by_the_next(compiled, kind, second):
     model = decorated(compiled(), Stateful)(kind).eval()
     model(torch.ones(3, 4))
     assert model(torch.ones(3, 4))[0, 0].item() == second
 
 
-def test_gradients_are_refused_and_not_lost(compiled):
+def test_gradients_are_refused_rather_than_lost(compiled):
     model = decorated(compiled())().eval().requires_grad_()
     with pytest.raises(GuardError, match="requires grad"):
         model(torch.ones(3, 4))

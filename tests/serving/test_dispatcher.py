@@ -1,4 +1,4 @@
-"""The dispatcher against tables that were written by hand from the field's rules."""
+"""The dispatcher compared with tables written by hand from vLLM's rules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cgtool.serving.forward_context import BatchDescriptor
 
 pytestmark = pytest.mark.torch
 
-#: Captured sizes 1, 2, 4, 8, at most 4 sequences. For each mode, what serves a batch of 0 to 9 tokens: "." is NONE,
-#: "p8" a PIECEWISE graph of 8 tokens, "f8/4" a FULL one of 8 tokens and 4 sequences for any batch, "u4/4" one for
-#: uniform decode batches alone.
+#: Captured sizes 1, 2, 4, 8, at most 4 sequences. For each mode, the graph for batches of 0 to 9 tokens: "." is NONE,
+#: "p8" a PIECEWISE graph of 8 tokens, "f8/4" a FULL graph of 8 tokens and 4 sequences for any batch, "u4/4" a FULL
+#: graph for uniform decode batches only.
 ONE_TOKEN = {
     "NONE": {
         "mixed": ". . . . . . . . . .",
@@ -38,8 +38,8 @@ ONE_TOKEN = {
         "uniform": ". u1/1 u2/2 u4/4 u4/4 p8 p8 p8 p8 .",
     },
 }
-#: The same with two speculative tokens: decode steps of 3, captured sizes 1, 2, 3, 6, 8, 12, at most 3 sequences, so
-#: that graphs of uniform batches have 3 or 6 tokens (8 is no whole number of sequences, 12 are too many); to 13 tokens.
+#: The same for 0 to 13 tokens with two speculative tokens: decode steps of 3, captured sizes 1, 2, 3, 6, 8, 12, at most
+#: 3 sequences. Graphs of uniform batches have 3 or 6 tokens (8 is not a whole number of sequences, 12 is too many).
 THREE_TOKENS = {
     "NONE": {
         "mixed": ". . . . . . . . . . . . . .",
@@ -66,12 +66,12 @@ SETTINGS = {
     1: (ONE_TOKEN, {"sizes": (1, 2, 4, 8), "max_num_seqs": 4}),
     3: (THREE_TOKENS, {"sizes": (1, 2, 3, 6, 8, 12), "max_num_seqs": 3, "uniform_query_len": 3}),
 }
-#: For each set of captured counts, which one serves 0 to 5 active adapters; "-" is none, so NONE.
-LORA_SERVES = {(0,): "0 - - - - -", (0, 1, 2, 4): "0 1 2 4 4 -", (1, 2, 4): "1 1 2 4 4 -"}
+#: For each set of captured counts, the count used for 0 to 5 active adapters; "-" means no graph (NONE).
+LORA_COUNTS = {(0,): "0 - - - - -", (0, 1, 2, 4): "0 1 2 4 4 -", (1, 2, 4): "1 1 2 4 4 -"}
 
 
 def read(cell, tokens, loras):
-    """Return the decision that a cell of a table stands for; `loras` is the count that was captured."""
+    """Return the decision of a table cell; `loras` is the captured count."""
     if cell == ".":
         return CUDAGraphMode.NONE, BatchDescriptor(tokens)
     adapters = {"has_lora": loras > 0, "num_active_loras": loras}
@@ -81,14 +81,14 @@ def read(cell, tokens, loras):
     return CUDAGraphMode.FULL, BatchDescriptor(int(size), int(reqs), cell[0] == "u", **adapters)
 
 
-@pytest.mark.parametrize("lora_counts", list(LORA_SERVES), ids=str)
+@pytest.mark.parametrize("lora_counts", list(LORA_COUNTS), ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "uniform"])
 @pytest.mark.parametrize("mode", list(ONE_TOKEN))
 @pytest.mark.parametrize("query_len", [1, 3])
-def test_every_batch_gets_what_the_table_says(query_len, mode, kind, lora_counts):
+def test_every_batch_gets_the_decision_in_the_table(query_len, mode, kind, lora_counts):
     table, options = SETTINGS[query_len]
     dispatcher = CudagraphDispatcher(CUDAGraphMode[mode], lora_counts=lora_counts, **options)
-    for active, served in enumerate(LORA_SERVES[lora_counts].split()):
+    for active, served in enumerate(LORA_COUNTS[lora_counts].split()):
         for tokens, cell in enumerate(table[mode][kind].split()):
             decision = dispatcher.dispatch(tokens, uniform=kind == "uniform", num_active_loras=active)
             expected = read(".", tokens, 0) if served == "-" else read(cell, tokens, int(served))
@@ -105,14 +105,14 @@ def test_every_batch_gets_what_the_table_says(query_len, mode, kind, lora_counts
         ("FULL_AND_PIECEWISE", "p8 p4 p2 p1 u4/4 u2/2 u1/1"),
     ],
 )
-def test_keys_come_in_the_order_of_capture(mode, keys):
+def test_keys_are_in_capture_order(mode, keys):
     dispatcher = CudagraphDispatcher(CUDAGraphMode[mode], (1, 2, 4, 8), max_num_seqs=4)
     assert list(dispatcher.keys()) == [read(cell, 0, 0) for cell in keys.split()]
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode))
 @pytest.mark.parametrize("query_len", [1, 3])
-def test_every_graph_that_a_batch_is_sent_to_is_among_the_keys(mode, query_len):
+def test_every_dispatched_graph_is_among_the_keys(mode, query_len):
     dispatcher = CudagraphDispatcher(mode, lora_counts=(0, 2), **SETTINGS[query_len][1])
     keys = set(dispatcher.keys())
     decisions = {
@@ -124,7 +124,7 @@ def test_every_graph_that_a_batch_is_sent_to_is_among_the_keys(mode, query_len):
     assert {decision for decision in decisions if decision[0] is not CUDAGraphMode.NONE} == keys
 
 
-def test_cascade_attention_takes_piecewise_where_it_is_captured_else_none():
+def test_cascade_attention_uses_piecewise_if_captured_else_none():
     both = CudagraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, (4,), max_num_seqs=4)
     assert both.dispatch(3, uniform=True, most=CUDAGraphMode.PIECEWISE) == (CUDAGraphMode.PIECEWISE, BatchDescriptor(4))
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
@@ -132,7 +132,7 @@ def test_cascade_attention_takes_piecewise_where_it_is_captured_else_none():
         assert only.dispatch(3, uniform=True, most=CUDAGraphMode.PIECEWISE) == (CUDAGraphMode.NONE, BatchDescriptor(3))
 
 
-def test_another_rank_without_graphs_keeps_this_one_from_using_its_own():
+def test_a_rank_without_graphs_keeps_other_ranks_from_using_graphs():
     dispatcher = CudagraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, (4,), max_num_seqs=4)
     assert dispatcher.dispatch(4, uniform=True, most=CUDAGraphMode.NONE) == (CUDAGraphMode.NONE, BatchDescriptor(4))
 
@@ -154,7 +154,7 @@ def test_decode_sizes_may_differ_from_those_of_mixed_batches():
     assert dispatcher.dispatch(18, uniform=True) == (CUDAGraphMode.PIECEWISE, BatchDescriptor(64))
 
 
-def test_a_dispatcher_that_is_off_sends_nothing_to_graphs():
+def test_a_disabled_dispatcher_sends_no_batch_to_graphs():
     dispatcher = CudagraphDispatcher(CUDAGraphMode.FULL, (4,), max_num_seqs=4)
     dispatcher.enabled = False
     assert dispatcher.dispatch(4)[0] is CUDAGraphMode.NONE
@@ -163,7 +163,7 @@ def test_a_dispatcher_that_is_off_sends_nothing_to_graphs():
 @pytest.mark.parametrize(
     "wrong", [{"sizes": (0, 1)}, {"uniform_query_len": 0}, {"lora_counts": ()}, {"lora_counts": (-1,)}]
 )
-def test_what_is_out_of_range_is_refused(wrong):
+def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(UsageError, match="1 or more"):
         CudagraphDispatcher(CUDAGraphMode.FULL, **{"sizes": (1,), "max_num_seqs": 4, **wrong})
 

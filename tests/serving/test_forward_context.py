@@ -39,14 +39,14 @@ def test_between_steps_the_context_is_empty():
     assert not context.capturing
 
 
-def test_set_holds_until_reset():
+def test_the_context_lasts_until_reset():
     set_forward_context(of("a"))
     assert get_forward_context().attn_metadata == "a"
     reset_forward_context()
     assert get_forward_context().attn_metadata is None
 
 
-def test_a_block_restores_what_was_there_before_also_after_an_error():
+def test_a_block_restores_the_previous_context_even_after_an_error():
     with set_forward_context(of("outer")):
         with contextlib.suppress(KeyError), set_forward_context(of("inner")):
             assert get_forward_context().attn_metadata == "inner"
@@ -55,19 +55,19 @@ def test_a_block_restores_what_was_there_before_also_after_an_error():
     assert get_forward_context().attn_metadata is None
 
 
-def test_the_descriptor_and_the_mode_travel_with_it():
+def test_the_context_has_the_descriptor_and_the_mode():
     descriptor = BatchDescriptor(8, 8, uniform=True)
     with set_forward_context(ForwardContext(batch_descriptor=descriptor, cudagraph_runtime_mode=CUDAGraphMode.FULL)):
         assert get_forward_context().batch_descriptor == descriptor
         assert get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.FULL
 
 
-def test_a_pair_of_modes_is_no_runtime_mode():
+def test_a_pair_of_modes_is_not_a_runtime_mode():
     with pytest.raises(UsageError, match="is not a mode of a single batch"):
         ForwardContext(cudagraph_runtime_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
-def test_threads_have_contexts_of_their_own():
+def test_threads_have_separate_contexts():
     seen, meet = {}, threading.Barrier(8)
 
     def serve(name):
@@ -87,7 +87,7 @@ def test_threads_have_contexts_of_their_own():
     assert seen == {name: name for name in range(8)} | {(name, "after"): None for name in range(8)}
 
 
-def test_tasks_have_contexts_of_their_own():
+def test_tasks_have_separate_contexts():
     async def serve(name):
         with set_forward_context(of(name)):
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ def test_tasks_have_contexts_of_their_own():
     assert main == "main"
 
 
-def test_a_block_may_end_in_another_task_than_it_began():
+def test_a_block_may_end_in_a_different_task():
     async def steps():
         with set_forward_context(of("inner")):
             yield get_forward_context().attn_metadata

@@ -1,4 +1,4 @@
-"""The double against what it stands for: each behaviour that tests rely on, of both."""
+"""The double and the real graph backend: every behavior that tests rely on, for both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_capture_runs_nothing(backend, device):
     assert seen.tolist() == [0, 0, 0, 0]
 
 
-def test_a_replay_reads_inputs_and_writes_outputs_where_they_lay(backend, device):
+def test_a_replay_uses_the_addresses_of_the_capture(backend, device):
     x, weight = torch.ones(4, device=device), torch.full((4,), 3.0, device=device)
     graph, output = captured(backend, lambda: (x + 1) * weight, pool=backend.new_pool())
     graph.replay()
@@ -31,7 +31,7 @@ def test_a_replay_reads_inputs_and_writes_outputs_where_they_lay(backend, device
     assert output.tolist() == [9, 9, 9, 9]
 
 
-def test_a_replay_writes_to_what_was_written_to(backend, device):
+def test_a_replay_repeats_in_place_writes(backend, device):
     cache, slots = torch.zeros(8, device=device), torch.tensor([1, 2], device=device)
     ones = torch.ones(2, device=device)
     graph, _ = captured(backend, lambda: cache.index_copy_(0, slots, ones), pool=backend.new_pool())
@@ -47,7 +47,7 @@ def test_views_of_an_output_follow_it(backend, device):
     assert (left.tolist(), right.tolist()) == ([[0, 6]], [[2, 8], [4, 10]])
 
 
-def test_memory_that_nobody_holds_is_used_again_by_the_next_capture_of_the_pool(backend, device):
+def test_free_memory_is_reused_by_the_next_capture_in_the_pool(backend, device):
     x, pool = torch.ones(1024, device=device), backend.new_pool()
     first, output = captured(backend, lambda: x * 2, pool=pool)
     lent = backend.borrow(output)
@@ -59,7 +59,7 @@ def test_memory_that_nobody_holds_is_used_again_by_the_next_capture_of_the_pool(
     assert lent[0].item() == 3, "the corruption that the field reports: one pool, and an output handed out weakly"
 
 
-def test_memory_that_somebody_holds_is_not_used_again(backend, device):
+def test_memory_in_use_is_not_reused(backend, device):
     x, pool = torch.ones(1024, device=device), backend.new_pool()
     first, output = captured(backend, lambda: x * 2, pool=pool)
     second, other = captured(backend, lambda: x * 3, pool=pool)
@@ -68,7 +68,7 @@ def test_memory_that_somebody_holds_is_not_used_again(backend, device):
     assert (output[0].item(), other[0].item()) == (2, 3)
 
 
-def test_pools_are_apart(backend, device):
+def test_pools_do_not_share_memory(backend, device):
     x = torch.ones(1024, device=device)
     first, output = captured(backend, lambda: x * 2, pool=backend.new_pool())
     lent = backend.borrow(output)
@@ -79,7 +79,7 @@ def test_pools_are_apart(backend, device):
     assert lent[0].item() == 2
 
 
-def test_a_replaced_input_is_not_seen(backend, device):
+def test_a_replay_ignores_a_replaced_input(backend, device):
     x = torch.ones(4, device=device)
     kept = x
     graph, output = captured(backend, lambda: x * 2, pool=backend.new_pool())
@@ -98,7 +98,7 @@ def test_a_sync_fails_the_capture_and_the_next_capture_works(backend, device):
     assert output.tolist() == [2, 2, 2, 2]
 
 
-def test_a_pool_whose_graphs_are_gone_is_used_up_and_other_captures_work(backend, device):
+def test_a_pool_without_graphs_cannot_be_reused_but_other_pools_can(backend, device):
     x, pool = torch.ones(4, device=device), backend.new_pool()
     graphs = [captured(backend, lambda: x * 2, pool=pool)[0] for _ in range(2)]
     graphs[0].reset()
@@ -113,7 +113,7 @@ def test_a_pool_whose_graphs_are_gone_is_used_up_and_other_captures_work(backend
     assert torch.equal(output, x * 2)
 
 
-def test_a_pool_tells_how_much_it_holds(backend, device):
+def test_a_pool_reports_its_size(backend, device):
     x, pool, empty = torch.ones(1 << 16, device=device), backend.new_pool(), backend.new_pool()
     _graph, _output = captured(backend, lambda: x * 2, pool=pool)
     assert backend.pool_bytes(pool) >= 4 << 16

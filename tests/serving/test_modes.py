@@ -1,4 +1,4 @@
-"""The downgrade table, row by row, and the aliases of older flags."""
+"""The table of mode downgrades, row by row, and the aliases of older flags."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.torch
 NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
 
 
-def resolve(asked, *supports, pieces=True, split=True, query_len=1, **options):
+def resolve(requested, *supports, pieces=True, split=True, query_len=1, **options):
     return resolve_cudagraph_mode(
-        CUDAGraphMode[asked],
+        CUDAGraphMode[requested],
         supports,
         has_pieces=pieces,
         attention_is_split=split,
@@ -28,7 +28,7 @@ def resolve(asked, *supports, pieces=True, split=True, query_len=1, **options):
 
 
 @pytest.mark.parametrize(
-    ("asked", "support", "options", "becomes"),
+    ("requested", "support", "options", "becomes"),
     [
         # FULL for mixed batches, support below ALWAYS
         ("FULL", UNIFORM, {}, "FULL_AND_PIECEWISE"),
@@ -43,9 +43,9 @@ def resolve(asked, *supports, pieces=True, split=True, query_len=1, **options):
         ("FULL_AND_PIECEWISE", SINGLE, {"query_len": 3}, "PIECEWISE"),
         ("FULL_DECODE_ONLY", SINGLE, {"query_len": 3}, "PIECEWISE"),
         ("FULL_DECODE_ONLY", SINGLE, {"query_len": 3, "pieces": False, "split": False}, "NONE"),
-        # two rows in turn
+        # two rows applied in turn
         ("FULL", SINGLE, {"query_len": 3}, "PIECEWISE"),
-        # needs pieces, and there are none
+        # needs pieces, but there are none
         ("PIECEWISE", ALWAYS, {"pieces": False, "split": False}, "NONE"),
         ("FULL_AND_PIECEWISE", ALWAYS, {"pieces": False, "split": False}, "FULL_DECODE_ONLY"),
         # no splitting ops
@@ -57,17 +57,17 @@ def resolve(asked, *supports, pieces=True, split=True, query_len=1, **options):
         ("FULL", NEVER, {"can_capture": False}, "NONE"),
     ],
 )
-def test_each_row_of_the_table_is_a_step_with_a_logged_reason(asked, support, options, becomes, caplog):
+def test_each_downgrade_logs_a_reason(requested, support, options, becomes, caplog):
     with caplog.at_level(logging.WARNING):
-        resolved = resolve(asked, support, **options)
+        resolved = resolve(requested, support, **options)
     assert resolved.mode.name == becomes
-    assert resolved.reasons[0].startswith(f"cudagraph_mode {asked} becomes ")
+    assert resolved.reasons[0].startswith(f"cudagraph_mode {requested} becomes ")
     assert resolved.reasons[-1].split(" becomes ")[1].startswith(f"{becomes}: ")
     assert [record.getMessage() for record in caplog.records] == list(resolved.reasons)
 
 
 @pytest.mark.parametrize(
-    ("asked", "support", "query_len"),
+    ("requested", "support", "query_len"),
     [
         ("NONE", NEVER, 1),
         ("PIECEWISE", NEVER, 1),
@@ -78,12 +78,12 @@ def test_each_row_of_the_table_is_a_step_with_a_logged_reason(asked, support, op
         ("FULL_AND_PIECEWISE", ALWAYS, 4),
     ],
 )
-def test_what_attention_supports_stays(asked, support, query_len, caplog):
-    resolved = resolve(asked, support, query_len=query_len)
-    assert (resolved.mode.name, resolved.reasons, caplog.records) == (asked, (), [])
+def test_a_supported_mode_is_kept(requested, support, query_len, caplog):
+    resolved = resolve(requested, support, query_len=query_len)
+    assert (resolved.mode.name, resolved.reasons, caplog.records) == (requested, (), [])
 
 
-def test_full_graphs_of_mixed_batches_cannot_be_had_by_name_where_attention_is_never_captured():
+def test_requesting_full_is_refused_if_attention_can_never_be_captured():
     with pytest.raises(UsageError, match="can never be captured"):
         resolve("FULL", NEVER)
 
@@ -100,21 +100,21 @@ def test_full_graphs_of_mixed_batches_cannot_be_had_by_name_where_attention_is_n
         ({"level": 0}, "FULL_AND_PIECEWISE"),
     ],
 )
-def test_older_flags_are_ways_to_say_a_mode(fields, mode):
+def test_older_flags_select_a_mode(fields, mode):
     assert CompilationConfig(**fields).asked_cudagraph_mode.name == mode
 
 
-def test_two_ways_to_say_a_mode_contradict_each_other():
+def test_conflicting_flags_are_refused():
     for other in ({"cudagraph_mode": "FULL"}, {"use_cudagraph": False}):
         with pytest.raises(ConfigError, match="it is the older form of cudagraph_mode"):
             CompilationConfig(full_cuda_graph=True, **other)
 
 
-def test_a_hybrid_model_takes_the_least_of_its_backends():
+def test_a_hybrid_model_has_the_lowest_support_of_its_backends():
     assert resolve("FULL", ALWAYS, SINGLE, UNIFORM).mode is CUDAGraphMode.FULL_AND_PIECEWISE
     assert resolve("FULL_AND_PIECEWISE", ALWAYS, NEVER).mode is CUDAGraphMode.PIECEWISE
 
 
-def test_support_is_ordered_by_what_it_can_do():
+def test_support_levels_are_ordered():
     assert NEVER < SINGLE < UNIFORM < ALWAYS
     assert [int(level) for level in AttentionCGSupport] == [0, 1, 2, 3]

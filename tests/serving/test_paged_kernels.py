@@ -1,4 +1,4 @@
-"""The fixture's Triton kernels against the plain attention on SDPA: in Triton's interpreter, or on a GPU."""
+"""The fixture's Triton kernels compared with SDPA attention, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ print("equal")
 """
 
 
-def test_the_kernels_equal_plain_attention_over_prefills_decodes_and_mixtures():
+def test_the_kernels_equal_plain_attention_for_prefills_decodes_and_mixed_batches():
     import torch
 
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}

@@ -1,4 +1,4 @@
-"""Whole steps over a paged KV cache: every mode against the model run on whole sequences without a cache."""
+"""Whole steps over a paged KV cache: every mode compared with running whole sequences without a cache."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def module(device):
     return paged_llama(device)
 
 
-def close(actual, wanted):
-    tolerance = 2e-3 if actual.is_cuda else 1e-4  # kernels there add in another order
-    torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+def close(actual, expected_rows):
+    tolerance = 2e-3 if actual.is_cuda else 1e-4  # GPU kernels add in another order
+    torch.testing.assert_close(actual, expected_rows, rtol=tolerance, atol=tolerance)
 
 
 def delta(before):
@@ -44,7 +44,7 @@ def request(tokens, computed=0, blocks=(1, 2, 3)):
 
 @pytest.mark.parametrize("limits", [None, SPECULATIVE], ids=["one token", "three tokens"])
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
-def test_random_traffic_equals_whole_sequences(module, device, mode, limits):
+def test_random_traffic_equals_running_whole_sequences(module, device, mode, limits):
     runner = Cached(module, device, config=DECODE.replace(cudagraph_mode=CUDAGraphMode[mode]), limits=limits)
     runner.capture()
     before, traffic, num_full = counters(), Traffic(runner.limits), 0
@@ -57,24 +57,24 @@ def test_random_traffic_equals_whole_sequences(module, device, mode, limits):
     assert delta(before)["replays"] == (num_full if mode == "FULL_DECODE_ONLY" else 0)
 
 
-def test_a_start_captures_largest_first_and_tells_what_it_cost(module, device):
-    told = []
+def test_capture_is_largest_first_and_reports_its_cost(module, device):
+    events = []
     runner = Cached(module, device, config=DECODE)
-    report = runner.capture(on_event=told.append)
+    report = runner.capture(on_event=events.append)
     assert [(size.mode.name, size.descriptor.num_tokens) for size in report.sizes] == [("FULL", n) for n in (4, 2, 1)]
     assert report.secs >= sum(size.secs for size in report.sizes) > 0
     assert report.pool_bytes == sum(size.pool_bytes for size in report.sizes) > 0
     assert report.pool_bytes <= 1.5 * report.sizes[0].pool_bytes, "smaller graphs fit into the memory of the largest"
     assert report.pools_are_shared
-    assert [(event.phase, event.message, event.done, event.total) for event in told] == [
+    assert [(event.phase, event.message, event.done, event.total) for event in events] == [
         ("capture", f"FULL {size}", number, 3) for number, size in enumerate((4, 2, 1), 1)
     ]
 
 
-def test_other_ranks_show_nothing(module, device):
-    told = []
-    Cached(module, device, config=DECODE, rank=1).capture(on_event=told.append)
-    assert told == []
+def test_only_rank_0_reports_progress(module, device):
+    events = []
+    Cached(module, device, config=DECODE, rank=1).capture(on_event=events.append)
+    assert events == []
 
 
 def test_oversize_batches_are_dropped_or_refused(module, device, caplog):
@@ -87,14 +87,14 @@ def test_oversize_batches_are_dropped_or_refused(module, device, caplog):
         Cached(module, device, config=config, strict=True)
 
 
-def test_before_a_capture_steps_run_without_graphs(module, device):
+def test_steps_before_capture_run_without_graphs(module, device):
     runner = Cached(module, device, config=DECODE)
     before = counters()
     runner.run([request([5])])
     assert delta(before)["replays"] == delta(before)["captures"] == 0
 
 
-def test_a_request_that_needs_a_missing_graph_captures_it_only_if_that_was_asked_for(module, device):
+def test_a_missing_graph_is_captured_only_on_demand(module, device):
     strict, lazy = Cached(module, device, config=DECODE), Cached(module, device, config=DECODE, capture_on_demand=True)
     strict.capture()
     strict.model.clear()
@@ -106,20 +106,20 @@ def test_a_request_that_needs_a_missing_graph_captures_it_only_if_that_was_asked
     close(first, second)
 
 
-def test_sleep_gives_graphs_back_and_waking_captures_them_again(module, device):
+def test_sleep_frees_graphs_and_capture_restores_them(module, device):
     runner = Cached(module, device, config=DECODE)
     runner.capture()
-    wanted = runner.run([request([5])])
+    expected_rows = runner.run([request([5])])
     runner.sleep()
     before = counters()
-    close(runner.run([request([5])]), wanted)
+    close(runner.run([request([5])]), expected_rows)
     assert delta(before)["replays"] == 0
     runner.capture()
-    close(runner.run([request([5])]), wanted)
+    close(runner.run([request([5])]), expected_rows)
     assert (delta(before)["captures"], delta(before)["replays"]) == (3, 1)
 
 
-def test_pads_that_hold_nan_reach_no_real_row(module, device):
+def test_nan_in_pads_does_not_affect_real_rows(module, device):
     runner = Cached(module, device, config=DECODE, pad_token_id=VOCAB - 1)
     runner.capture()
     traffic = Traffic(runner.limits, seed=3)
@@ -135,7 +135,7 @@ def test_pads_that_hold_nan_reach_no_real_row(module, device):
     assert counters()["replays"] > replays
 
 
-def test_pads_are_cut_off_whatever_has_a_row_for_each_token(device):
+def test_pads_are_removed_from_every_output_with_a_row_per_token(device):
     def model(input_ids, positions):
         rows = positions[:, None] * 1.0
         return {"hidden": rows, "total": torch.ones((), device=device), "heads": torch.ones(7, 2, device=device)}
@@ -146,7 +146,7 @@ def test_pads_are_cut_off_whatever_has_a_row_for_each_token(device):
     assert [tuple(tensor.shape) for tensor in out.values()] == [(3, 1), (), (7, 2)]
 
 
-def test_layers_see_the_step_they_are_in(device):
+def test_layers_read_the_current_step(device):
     seen = []
 
     def model(input_ids, positions):
@@ -193,13 +193,13 @@ def test_a_batch_beyond_the_limits_is_refused(module, requests, message):
         (AttentionCGSupport.ALWAYS, {"enforce_eager": True}, "NONE"),
     ],
 )
-def test_the_mode_is_what_configuration_and_attention_allow(module, support, config, mode):
+def test_the_mode_depends_on_the_configuration_and_on_attention(module, support, config, mode):
     runner = Cached(module, "cpu", config=CompilationConfig(**SIZES, **config), supports=[support])
     assert runner.dispatcher.mode.name == mode
 
 
 def ranks(*others):
-    """A gather in which the other ranks say `others`."""
+    """A gather in which the other ranks send `others`."""
     return lambda own: [own, *others]
 
 
@@ -216,7 +216,7 @@ FULL, PIECEWISE, NONE = CUDAGraphMode.FULL.value, CUDAGraphMode.PIECEWISE.value,
         (0, (9, 0, NONE), "NONE", (1, 9)),
     ],
 )
-def test_data_parallel_ranks_run_the_same_mode_and_are_padded_alike(own, other, mode, tokens):
+def test_data_parallel_ranks_use_the_same_mode_and_padding(own, other, mode, tokens):
     seen = []
 
     def model(input_ids, positions):
@@ -240,7 +240,7 @@ def test_data_parallel_ranks_run_the_same_mode_and_are_padded_alike(own, other, 
         (2, (9, 0, NONE), "NONE", (2, 9)),
     ],
 )
-def test_ranks_with_prompts_are_padded_alike_from_graphs_of_pieces(own, other, mode, tokens):
+def test_ranks_with_prompts_use_piecewise_graphs_and_the_same_padding(own, other, mode, tokens):
     model = TokenPieces(VOCAB)
     config = CompilationConfig(cudagraph_mode="PIECEWISE", **SIZES)
     runner = Cached(model, "cpu", config=config, gather=ranks(other))

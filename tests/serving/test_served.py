@@ -1,4 +1,4 @@
-"""What `cgtool.load` returns, served in every mode: outputs, exact counts, and nothing made after start-up."""
+"""A loaded model in every mode: outputs, exact counts, and no captures or compiles after start-up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_two_attentions_are_five_pieces_three_compiles_and_six_captures_for_two_
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory):
-    """A cache that holds the model, what making it took, and what loading from it took."""
+    """The model, a cache that has it, and the counters of creating the cache."""
     root, module = tmp_path_factory.mktemp("served"), paged_llama()
     before = counters()
     cgtool.compile(
@@ -86,7 +86,7 @@ def warmed(tmp_path_factory):
 
 @pytest.fixture
 def double_is_unseen(monkeypatch):
-    """Let guards overlook the dispatch mode by which the double records; CUDA graphs need none."""
+    """Make guards ignore the dispatch mode that the double records with; CUDA graphs do not use one."""
     monkeypatch.setitem(private.SETTINGS, "torch_dispatch_mode", private.Setting("dispatch modes", lambda: 0, ()))
 
 
@@ -103,7 +103,7 @@ def delta(before):
     return {name: value - before[name] for name, value in counters().items()}
 
 
-def test_a_decoder_is_three_compiles_for_each_variant_however_many_layers_it_has(warmed):
+def test_a_decoder_needs_three_compiles_per_variant(warmed):
     _, _, made = warmed
     assert made["compiles"] == 3 * 2, "a variant for a single token, and one for more"
     assert made["traces"] >= 2
@@ -119,7 +119,7 @@ def test_a_decoder_is_three_compiles_for_each_variant_however_many_layers_it_has
         ("FULL_AND_PIECEWISE", len(SIZES) * (LAYERS + 2)),
     ],
 )
-def test_every_mode_serves_what_whole_sequences_give_and_makes_nothing_after_start_up(loaded, mode, captures):
+def test_every_mode_equals_running_whole_sequences_and_captures_nothing_after_start_up(loaded, mode, captures):
     module, model = loaded
     runner = Cached(model, "cpu", config=CONFIG.replace(cudagraph_mode=mode))
     assert runner.mode_reasons == ()
@@ -139,7 +139,7 @@ def test_every_mode_serves_what_whole_sequences_give_and_makes_nothing_after_sta
     assert delta(before) == NOTHING | {"replays": replays}
 
 
-def test_full_graphs_of_every_batch_are_lowered_to_what_attention_can_do(loaded):
+def test_full_is_lowered_to_what_attention_supports(loaded):
     _, model = loaded
     runner = Cached(model, "cpu", config=CONFIG.replace(cudagraph_mode="FULL"))
     assert runner.dispatcher.mode.name == "FULL_AND_PIECEWISE"
@@ -174,7 +174,7 @@ def test_each_lower_level_compiles_and_captures_whole_graphs(level, expected_cou
     assert [name for name, number in delta(before).items() if number] == ["replays"]
 
 
-def test_context_batches_have_sizes_of_their_own(loaded):
+def test_context_batches_have_separate_sizes(loaded):
     module, model = loaded
     runner = Cached(model, "cpu", config=CONFIG, context_sizes=(8, 16, 24))
     runner.capture()
@@ -187,7 +187,7 @@ def test_context_batches_have_sizes_of_their_own(loaded):
     assert delta(before)["captures"] == 0
 
 
-def test_an_op_that_returns_its_result_is_refused_by_name_unless_inputs_are_copied(tmp_path):
+def test_an_op_that_returns_its_result_is_refused_unless_inputs_are_copied(tmp_path):
     class Attending(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,7 +211,7 @@ SHIFT = torch.full((4,), 11.0)
 
 
 class ReadsTensors(torch.nn.Module):
-    """Reads tensors from wherever people keep them."""
+    """Reads tensors from all the places where models keep them."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ class ReadsTensors(torch.nn.Module):
 
 
 def swap(module, place):
-    """Put another tensor in a place of the model's, or in the module's globals; return how errors name it."""
+    """Replace a tensor of the model or of this module's globals; return its name in errors."""
     if place == "parameter":
         module.linear.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
         return "linear.weight"

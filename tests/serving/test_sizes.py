@@ -1,4 +1,4 @@
-"""Size lists against the lists of the three documents, and padding."""
+"""Size lists compared with those of vLLM, TensorRT-LLM and ATOM, and padding."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cgtool.serving.sizes import (
 pytestmark = pytest.mark.torch
 
 
-def test_one_value_of_cuda_graph_sizes_gives_atoms_pattern():
+def test_a_single_cuda_graph_size_expands_to_atoms_pattern():
     sizes = resolve_capture_sizes(CompilationConfig(cuda_graph_sizes=[512]))
     assert sizes[:7] == (1, 2, 4, 8, 16, 32, 48)
     assert sizes[-2:] == (496, 512)
     assert len(sizes) == 4 + 32
 
 
-def test_several_values_and_capture_sizes_are_taken_as_they_are():
+def test_several_sizes_are_used_as_given():
     assert resolve_capture_sizes(CompilationConfig(cuda_graph_sizes=[3, 6])) == (3, 6)
     assert resolve_capture_sizes(CompilationConfig(cudagraph_capture_sizes=[5, 1])) == (1, 5)
 
@@ -39,7 +39,7 @@ def test_vllm_captures_35_sizes_up_to_256():
     assert sizes[-2:] == (248, 256)
 
 
-def test_vllms_sizes_end_at_twice_the_batch_and_at_512():
+def test_vllms_sizes_are_limited_to_twice_the_batch_and_to_512():
     assert vllm_capture_sizes(4) == (1, 2, 4, 8)
     assert vllm_capture_sizes(4, uniform_query_len=2) == (1, 2, 4, 8, 16)
     assert vllm_capture_sizes(1000)[-3:] == (480, 496, 512)
@@ -57,11 +57,11 @@ def test_vllms_sizes_end_at_twice_the_batch_and_at_512():
         ([256, 64, 64], 4, 128, (64, 256)),
     ],
 )
-def test_context_sizes_end_at_what_a_batch_can_hold(wanted, batch, seq, kept):
+def test_context_sizes_are_limited_to_the_largest_batch(wanted, batch, seq, kept):
     assert context_capture_sizes(wanted, max_batch_size=batch, max_seq_len=seq) == kept
 
 
-def test_sizes_that_cannot_occur_are_told(caplog):
+def test_sizes_that_cannot_occur_are_logged(caplog):
     with caplog.at_level(logging.WARNING):
         context_capture_sizes([64, 128, 200], max_batch_size=1, max_seq_len=128)
     assert "[128, 200]" in caplog.text

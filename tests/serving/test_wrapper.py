@@ -1,4 +1,4 @@
-"""The wrapper's promises, on every device that captures: what is replayed, refused, copied, cleared."""
+"""The wrapper on every graph backend: replays, refusals, copies and clearing."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def test_under_another_mode_the_function_is_called(wrap, ones, mode):
     assert len(calls) == 2
 
 
-def test_a_request_captures_nothing(wrap, ones):
+def test_a_request_does_not_capture(wrap, ones):
     wrapper = wrap(lambda x: x * 2)
     with pytest.raises(GraphError, match="no CUDA graph for BatchDescriptor"):
         replayed(wrapper, ones)
     assert wrapper.captured == ()
 
 
-def test_a_pair_is_no_mode_of_a_wrapper(wrap):
+def test_a_pair_of_modes_is_not_a_wrapper_mode(wrap):
     for mode in ("NONE", "FULL_AND_PIECEWISE"):
         with pytest.raises(UsageError, match="must be PIECEWISE or FULL"):
             wrap(lambda x: x, mode)
 
 
-def test_outputs_are_copied_so_that_later_replays_leave_them_alone(wrap, ones):
+def test_outputs_are_copied_so_that_later_replays_do_not_change_them(wrap, ones):
     wrapper = wrap(lambda x: {"double": x * 2, "both": (x, [x + 1, None, 7])})
     held = [captured(wrapper, ones)]
     for value in (2.0, 3.0):
@@ -115,7 +115,7 @@ def test_outputs_keep_their_classes(wrap, ones):
     assert [out.hidden[0].item(), out.pair.left[0].item(), out.pair.right[0].item()] == [4, 3, 4]
 
 
-def test_lent_outputs_are_the_graphs_own(wrap, ones):
+def test_lent_outputs_are_the_graphs_tensors(wrap, ones):
     wrapper = wrap(lambda x: x * 2, lend_outputs=True)
     captured(wrapper, ones)
     lent = replayed(wrapper, ones)
@@ -124,7 +124,7 @@ def test_lent_outputs_are_the_graphs_own(wrap, ones):
     assert lent.tolist() == [4, 4, 4, 4]
 
 
-def test_one_shared_pool_and_weak_outputs_corrupt_as_the_field_reports(wrap, backend, device):
+def test_a_shared_pool_with_weak_outputs_corrupts_results(wrap, backend, device):
     x, pools = torch.ones(64, device=device), Pools(backend)
     first = wrap(lambda x: x * 2, lend_outputs=True, pools=pools)
     second = wrap(lambda x: x * 3, lend_outputs=True, pools=pools)
@@ -136,7 +136,7 @@ def test_one_shared_pool_and_weak_outputs_corrupt_as_the_field_reports(wrap, bac
 
 
 @pytest.mark.parametrize("lend", [True, False])
-def test_our_pools_never_let_one_graph_overwrite_what_another_handed_out(backend, device, lend):
+def test_a_graph_never_overwrites_the_outputs_of_another(backend, device, lend):
     model = GraphedModel(lambda x: x * 2 + 1, backend=backend, lend_outputs=lend)
     inputs = {size: torch.full((size,), float(size), device=device) for size in (256, 128, 64, 8)}
     for size, x in inputs.items():
@@ -147,7 +147,7 @@ def test_our_pools_never_let_one_graph_overwrite_what_another_handed_out(backend
     assert {size: set(out.tolist()) for size, out in held.items()} == {size: {2.0 * size + 1} for size in inputs}
 
 
-def test_sharing_is_cheaper_than_keeping_apart_and_the_pools_say_so(backend, device):
+def test_shared_pools_hold_less_memory_than_separate_ones(backend, device):
     held = {}
     for lend in (False, True):
         model = GraphedModel(lambda x: (x * 2 + 1).relu(), backend=backend, lend_outputs=lend)
@@ -157,7 +157,7 @@ def test_sharing_is_cheaper_than_keeping_apart_and_the_pools_say_so(backend, dev
     assert 0 < held[False] < held[True]
 
 
-def test_an_input_elsewhere_is_refused_unless_inputs_are_copied(wrap, ones):
+def test_an_input_that_moved_is_refused_unless_inputs_are_copied(wrap, ones):
     wrapper = wrap(lambda x: x * 2)
     captured(wrapper, ones)
     with pytest.raises(GraphError, match="The address of tensor 0 of the model changed since capture"):
@@ -179,7 +179,7 @@ def test_a_call_with_more_tensors_or_other_plain_arguments_is_refused(wrap, ones
         replayed(wrapper, ones, 3)
 
 
-def test_debug_mode_checks_the_make_of_inputs(wrap, ones):
+def test_debug_mode_checks_shapes_strides_and_dtypes_of_inputs(wrap, ones):
     for debug in (False, True):
         wrapper = wrap(lambda x: x * 2, debug=debug)
         captured(wrapper, ones)
@@ -191,7 +191,7 @@ def test_debug_mode_checks_the_make_of_inputs(wrap, ones):
             replayed(wrapper, other)
 
 
-def test_a_swapped_parameter_is_refused_by_name_and_one_written_to_is_read(wrap, device):
+def test_a_replaced_parameter_is_refused_and_an_in_place_write_is_seen(wrap, device):
     module = nn.Sequential(nn.Linear(4, 4, bias=False, device=device)).requires_grad_(requires_grad=False)
     x = torch.ones(1, 4, device=device)
     wrapper = wrap(module, weights=ModelTensors(module))
@@ -225,19 +225,19 @@ def test_a_failed_capture_leaves_nothing_behind(wrap, ones):
     assert replayed(wrapper, ones).tolist() == [6, 6, 6, 6]
 
 
-def test_the_collector_rests_while_a_graph_is_captured(wrap, ones):
+def test_garbage_collection_is_paused_during_capture(wrap, ones):
     seen = []
     captured(wrap(lambda x: seen.append(gc.isenabled()) or x * 2), ones)
     assert seen == [False]
     assert gc.isenabled()
 
 
-def test_what_tensors_may_hide_in_cannot_be_captured(wrap, ones):
+def test_outputs_of_unknown_types_cannot_be_captured(wrap, ones):
     with pytest.raises(GraphError, match="returned an object of type object, in which cgtool cannot find tensors"):
         captured(wrap(lambda x: (x * 2, object())), ones)
 
 
-def test_a_graph_is_captured_again_after_it_was_dropped_alone_and_with_all_others(backend, ones):
+def test_a_dropped_graph_can_be_captured_again(backend, ones):
     model = GraphedModel(lambda x: x * 2, backend=backend)
     for sizes in ([4], [4, 3], [3, 4], [4]):
         for size in sizes:
@@ -249,7 +249,7 @@ def test_a_graph_is_captured_again_after_it_was_dropped_alone_and_with_all_other
     assert replayed(model, ones).tolist() == [8, 8, 8, 8]
 
 
-def test_clearing_gives_back_the_pools_and_capturing_again_works(backend, ones):
+def test_clearing_frees_the_pools_and_capturing_again_works(backend, ones):
     model = GraphedModel(lambda x: x * 2, backend=backend)
     captured(model, ones)
     handle = model.pools.of(CUDAGraphMode.FULL, BatchDescriptor(4))
@@ -269,7 +269,7 @@ def pieces(backend, device):
     return hand, GraphedModel(hand, backend=backend)
 
 
-def test_five_pieces_at_two_sizes_are_six_captures_and_three_replays_a_step(pieces, device):
+def test_five_pieces_at_two_sizes_need_six_captures_and_three_replays_per_step(pieces, device):
     hand, model = pieces
     x = {size: torch.arange(4.0 * size, device=device).view(size, 4) for size in (8, 2)}
     before = counters()
@@ -285,7 +285,7 @@ def test_five_pieces_at_two_sizes_are_six_captures_and_three_replays_a_step(piec
     assert counters()["captures"] - before["captures"] == 6
 
 
-def test_full_over_piecewise_nested(pieces, device):
+def test_full_and_piecewise_wrappers_nest(pieces, device):
     hand, model = pieces
     x = torch.ones(8, 4, device=device)
     before = counters()
@@ -298,10 +298,10 @@ def test_full_over_piecewise_nested(pieces, device):
         count = counters()["replays"]
         assert torch.equal(replayed(model, x, size=8, mode=mode), hand.expected(x))
         assert counters()["replays"] - count == num_replays
-    assert hand.num_attends == attends + 4  # two for PIECEWISE and for NONE each; FULL replays what it captured
+    assert hand.num_attends == attends + 4  # two each for PIECEWISE and NONE; FULL replays captured kernels
 
 
-def test_what_pieces_hand_out_is_copied_before_a_caller_sees_it(pieces, device):
+def test_outputs_of_pieces_are_copied_before_they_are_returned(pieces, device):
     hand, model = pieces
     x = torch.ones(8, 4, device=device)
     captured(model, x, size=8, mode="PIECEWISE")
@@ -312,7 +312,7 @@ def test_what_pieces_hand_out_is_copied_before_a_caller_sees_it(pieces, device):
     assert torch.equal(held, expected)
 
 
-def test_a_swapped_weight_of_a_piece_is_refused(pieces, device):
+def test_a_replaced_weight_of_a_piece_is_refused(pieces, device):
     hand, model = pieces
     x = torch.ones(8, 4, device=device)
     captured(model, x, size=8, mode="PIECEWISE")
@@ -329,17 +329,17 @@ def test_a_swapped_weight_of_a_piece_is_refused(pieces, device):
         ({"returned_by_ops": {2: "ns::attend"}}, "Tensor 2 of piece 7 is returned by ns::attend"),
     ],
 )
-def test_a_piece_that_counts_of_tokens_cannot_serve_is_refused_by_name(backend, changes, message):
+def test_a_piece_that_token_counts_cannot_serve_is_refused_and_named(backend, changes, message):
     hand = HandPieces()
     hand.described[1] = Piece(**{"name": "piece 7", "dynamic_dims": ("num_tokens",), "returned_by_ops": {}} | changes)
     with pytest.raises(UsageError, match=message):
         GraphedModel(hand, backend=backend)
 
 
-def test_what_an_op_returns_can_be_copied_into_place(backend, device):
+def test_results_of_ops_can_be_copied_into_place(backend, device):
     class Returning(HandPieces):
         def attend(self, x, output):
-            return x * 2  # lies elsewhere at each call
+            return x * 2  # a new address at each call
 
     hand = Returning(device=device)
     for i in (1, 2):
