@@ -389,13 +389,19 @@ class Scale(nn.Module):
         return x * self.weight * self.factor
 
 
+@pytest.fixture(scope="module")
+def scale_cache(tmp_path_factory):
+    """A cache that the first test fills."""
+    return tmp_path_factory.mktemp("scale")
+
+
 @pytest.fixture(params=["compiled", "loaded", "first call"])
-def pair(request, tmp_path):
+def pair(request, scale_cache):
     module = Scale().eval()
     if request.param == "first call":
-        return module, cgtool.compile(module, config=CONFIG, cache_dir=tmp_path)
-    model = cgtool.compile(module, example_args=(torch.ones(4),), config=CONFIG, cache_dir=tmp_path)
-    return module, cgtool.load(module, cache_dir=tmp_path) if request.param == "loaded" else model
+        return module, cgtool.compile(module, config=CONFIG, cache_dir=scale_cache)
+    model = cgtool.compile(module, example_args=(torch.ones(4),), config=CONFIG, cache_dir=scale_cache)
+    return module, cgtool.load(module, cache_dir=scale_cache) if request.param == "loaded" else model
 
 
 def test_attributes_are_those_of_the_module(pair):

@@ -5,14 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from cli_harness import forked
+from cli_harness import environment, forked
 
 from cgtool.runtime import factors
 
@@ -28,20 +24,22 @@ print(json.dumps([factors, [name for name in heavy if name in sys.modules]]))
 NAMES = ["torch", "triton", "python", "compiler", "target", "precision", "inductor_environment", "inductor"]
 
 
-def test_a_new_process_finds_the_same_factors_without_heavy_imports_wherever_its_folders_are(tmp_path):
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent.parent.parent),
-        "HOME": str(tmp_path),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "MASTER_PORT": "29501",
-        "PYTHONHASHSEED": "7",
-        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
-    }
-    done = subprocess.run([sys.executable, "-c", SOURCE], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    found, heavy = json.loads(done.stdout)
+def forked_factors(**changes):
+    """Return the factors of a process that has imported nothing but torch and what loads."""
+    ran = forked(SOURCE, env=environment(**changes))
+    assert ran.code == 0, ran.err
+    found, heavy = json.loads(ran.out)
     assert heavy == []
+    return found
+
+
+def test_folders_and_ports_change_no_factor_but_variables_that_change_code_do(tmp_path):
+    found = forked_factors(
+        HOME=str(tmp_path),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+        MASTER_PORT="29501",
+        TORCHINDUCTOR_MAX_AUTOTUNE="1",
+    )
     assert list(found) == NAMES
     plain = factors.environment_factors()
     variables = {**plain["inductor_environment"], "TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
@@ -59,15 +57,6 @@ def test_importing_inductor_changes_no_factor_but_changing_its_settings_does():
     assert factors.environment_factors() == plain
     with inductor.patch({"compile_threads": 3, "trace.debug_dir": "/x"}):
         assert factors.environment_factors() == plain
-
-
-def forked_factors():
-    """Return the factors of a process that has not imported Inductor."""
-    ran = forked(SOURCE)
-    assert ran.code == 0, ran.err
-    found, heavy = json.loads(ran.out)
-    assert heavy == []
-    return found
 
 
 @pytest.mark.parametrize("backend", ["", "cuda.matmul.", "cudnn.", "cudnn.conv.", "mkldnn.", "mkldnn.matmul."])

@@ -324,24 +324,18 @@ def test_a_hit_does_not_read_other_entries(model, cache, warmed):
     assert parts == {("lookup", digest), *((warmed[1], name) for name in ("key.json", "artifacts", "rank_0"))}
 
 
-def patched_build(monkeypatch, **build):
-    monkeypatch.setattr(cgtool.host, "cgtool_build", lambda: {"version": "0.1.0", "source": "ab" * 32, **build})
-
-
-@pytest.mark.parametrize("build", [{"version": "9.9"}, {"source": "cd" * 32}], ids=["version", "source"])
-def test_another_cgtool_version_traces_again_but_reuses_what_was_compiled(model, tmp_path, monkeypatch, build):
-    patched_build(monkeypatch)
-    run(model, tmp_path)
-    agree(model, cache_dir=tmp_path)
-    patched_build(monkeypatch, **build)
-    with pytest.raises(CacheMissError, match=rf"cgtool\.{next(iter(build))} "):
-        cgtool.load(model, cache_dir=tmp_path)
+@pytest.mark.parametrize(("changed", "value"), [("version", "9.9"), ("source", "cd" * 32)], ids=["version", "source"])
+def test_another_cgtool_version_traces_again_but_reuses_what_was_compiled(model, cache, monkeypatch, changed, value):
+    build = {**host.cgtool_build(), changed: value}
+    monkeypatch.setattr(host, "cgtool_build", lambda: build)
+    with pytest.raises(CacheMissError, match=rf"cgtool\.{changed} "):
+        cgtool.load(model, cache_dir=cache)
     with pytest.raises(CacheMissError, match=r"cgtool\."):
-        run(model, tmp_path, check=True)
-    again = run(model, tmp_path)
+        run(model, cache, check=True)
+    again = run(model, cache)
     assert (again.hit, again.compiled) == (False, 0)
     assert again.trace_secs > 0
-    agree(model, cache_dir=tmp_path)
+    agree(model, cache_dir=cache)
 
 
 def test_the_build_of_a_checkout_changes_with_its_source():
@@ -395,21 +389,20 @@ def test_a_config_selects_its_own_entry_and_no_config_accepts_any(model, cache, 
     agree(model, cache_dir=cache, config=CompilationConfig(adaptor="eager"))
 
 
-def test_ranks_and_prefixes_have_their_own_folders_and_share_artifacts(model, tmp_path):
-    first = run(model, tmp_path)
+def test_ranks_and_prefixes_have_their_own_folders_and_share_artifacts(model, cache, warmed):
+    before = artifacts(cache)
     with pytest.raises(CacheMissError, match=r"rank 1, prefix 'backbone'"):
-        cgtool.load(model, cache_dir=tmp_path, rank=1)
+        cgtool.load(model, cache_dir=cache, rank=1)
     with pytest.raises(CacheMissError, match=r"rank 0, prefix 'head'"):
-        cgtool.load(model, cache_dir=tmp_path, prefix="head")
-    second, third = run(model, tmp_path, rank=1), run(model, tmp_path, prefix="head")
-    assert first.compiled > 0
+        cgtool.load(model, cache_dir=cache, prefix="head")
+    second, third = run(model, cache, rank=1), run(model, cache, prefix="head")
     assert (second.compiled, third.compiled) == (0, 0)
-    assert first.hash == second.hash == third.hash
+    assert warmed[1] == second.hash == third.hash
     assert (second.hit, third.hit) == (False, False)
-    assert len(artifacts(tmp_path)) == first.compiled
-    agree(model, cache_dir=tmp_path, rank=1)
-    agree(model, cache_dir=tmp_path, prefix="head")
-    assert run(model, tmp_path, rank=1).hit
+    assert artifacts(cache) == before
+    agree(model, cache_dir=cache, rank=1)
+    agree(model, cache_dir=cache, prefix="head")
+    assert run(model, cache, rank=1).hit
 
 
 class Naming(EagerAdaptor):

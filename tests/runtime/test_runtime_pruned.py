@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("torch")
@@ -40,17 +42,30 @@ def let_go():
     end()
 
 
-def warmed(model, root):
-    return warm(spec(model), config=EAGER, cache_dir=root)
+def fill(model, root):
+    return warm(spec(model), config=EAGER, cache_dir=root).hash
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("warmed") / "cache"
+    with torch.no_grad():
+        return root, fill(Model().eval(), root)
+
+
+@pytest.fixture
+def hash_(warmed, cache_root, let_go):
+    """The hash of the only entry in `cache_root`, which no process holds."""
+    shutil.copytree(warmed[0], cache_root, dirs_exist_ok=True)
+    let_go()
+    return warmed[1]
 
 
 def prune(root):
     return make_plan(CacheLayout(root=root), Rules(keep_last=0)).execute()
 
 
-def test_an_entry_that_prune_is_removing_is_a_miss(model, cache_root, let_go):
-    hash_ = warmed(model, cache_root).hash
-    let_go()
+def test_an_entry_that_prune_is_removing_is_a_miss(model, cache_root, hash_):
     with leases.claimed(CacheLayout(root=cache_root), hash_) as mine:
         assert mine
         with pytest.raises(CacheMissError):
@@ -58,9 +73,7 @@ def test_an_entry_that_prune_is_removing_is_a_miss(model, cache_root, let_go):
     cgtool.load(model, cache_dir=cache_root)
 
 
-def test_a_loaded_entry_stays_until_the_process_ends(model, cache_root, let_go):
-    hash_ = warmed(model, cache_root).hash
-    let_go()
+def test_a_loaded_entry_stays_until_the_process_ends(model, cache_root, hash_, let_go):
     loaded = cgtool.load(model, cache_dir=cache_root)
     plan = make_plan(CacheLayout(root=cache_root), Rules(keep_last=0))
     assert (plan.entries, [kept.why for kept in plan.kept]) == ((), ["in_use"])
@@ -70,9 +83,7 @@ def test_a_loaded_entry_stays_until_the_process_ends(model, cache_root, let_go):
     torch.testing.assert_close(loaded(x), model(x))  # the loaded model still works
 
 
-def test_an_entry_removed_before_its_lease_is_taken_is_a_miss(model, cache_root, let_go, monkeypatch):
-    warmed(model, cache_root)
-    let_go()
+def test_an_entry_removed_before_its_lease_is_taken_is_a_miss(model, cache_root, hash_, monkeypatch):
     keep = find_module.keep
 
     def late(layout, name):
@@ -85,9 +96,7 @@ def test_an_entry_removed_before_its_lease_is_taken_is_a_miss(model, cache_root,
     assert "was pruned on" in caught.value.reasons[0]
 
 
-def test_a_miss_caused_by_prune_is_counted_and_reported(model, cache_root, let_go):
-    hash_ = warmed(model, cache_root).hash
-    let_go()
+def test_a_miss_caused_by_prune_is_counted_and_reported(model, cache_root, hash_):
     prune(cache_root)
     for _ in range(2):
         with pytest.raises(CacheMissError) as caught:
@@ -97,6 +106,6 @@ def test_a_miss_caused_by_prune_is_counted_and_reported(model, cache_root, let_g
         assert reason.endswith(": it is not among the last 0 of its model")
     (record,) = all_pruned(CacheLayout(root=cache_root))
     assert record.misses == 2
-    warmed(model, cache_root)
+    fill(model, cache_root)
     cgtool.load(model, cache_dir=cache_root)
     assert all_pruned(CacheLayout(root=cache_root)) == ()

@@ -21,8 +21,15 @@ CONFIG = CompilationConfig(adaptor="eager")
 
 @pytest.fixture
 def compiled(tmp_path):
-    """Return the decorator with a separate cache."""
+    """Return the decorator with an empty cache."""
     return lambda **options: support_torch_compile(**{"config": CONFIG, "cache_dir": tmp_path, **options})
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Return the decorator with a cache that tests share."""
+    root = tmp_path_factory.mktemp("shared")
+    return lambda **options: support_torch_compile(**{"config": CONFIG, "cache_dir": root, **options})
 
 
 class Scale(nn.Module):
@@ -77,16 +84,16 @@ def test_two_instances_have_separate_weights_and_share_the_cache(compiled):
     assert one(x).tolist() == [[2.0] * 4] * 3
 
 
-def test_a_subclass_runs_its_own_forward(compiled):
-    parent = decorated(compiled())
+def test_a_subclass_runs_its_own_forward(compiled_once):
+    parent = decorated(compiled_once())
     child = type("Child", (parent,), {"forward": lambda self, x: x * self.weight - 1, "__module__": __name__})
     x = torch.ones(3, 4)
     assert child().eval()(x).tolist() == [[1.0] * 4] * 3
     assert parent().eval()(x).tolist() == [[2.0] * 4] * 3
 
 
-def test_a_model_inside_another_is_traced_into_it(compiled):
-    inner = decorated(compiled())
+def test_a_model_inside_another_is_traced_into_it(compiled_once):
+    inner = decorated(compiled_once())
 
     class Outer(nn.Module):
         def __init__(self):
@@ -96,7 +103,7 @@ def test_a_model_inside_another_is_traced_into_it(compiled):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) + 1
 
-    assert compiled()(Outer)().eval()(torch.ones(3, 4)).tolist() == [[3.0] * 4] * 3
+    assert compiled_once()(Outer)().eval()(torch.ones(3, 4)).tolist() == [[3.0] * 4] * 3
 
 
 def test_threads_that_call_first_together_compile_once(compiled):
@@ -138,8 +145,8 @@ def test_a_failed_compile_leaves_the_class_unchanged(compiled):
     assert model(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
 
 
-def test_an_instance_still_behaves_like_a_module(compiled):
-    model = decorated(compiled())().eval()
+def test_an_instance_still_behaves_like_a_module(compiled_once):
+    model = decorated(compiled_once())().eval()
     model(torch.ones(3, 4))
     assert list(model.state_dict()) == ["weight"]
     assert [name for name, _ in model.named_parameters()] == ["weight"]
@@ -153,9 +160,9 @@ def test_an_instance_still_behaves_like_a_module(compiled):
     assert model(torch.ones(3, 4)).tolist() == [[5.0] * 4] * 3
 
 
-def test_a_shallow_copy_uses_its_own_tensors(compiled):
+def test_a_shallow_copy_uses_its_own_tensors(compiled_once):
     """`torch.nn.DataParallel` creates such copies."""
-    model = decorated(compiled())().eval()
+    model = decorated(compiled_once())().eval()
     model(torch.ones(3, 4))
     twin = copy.copy(model)
     twin._parameters = {"weight": nn.Parameter(torch.full((4,), 7.0), requires_grad=False)}
@@ -170,8 +177,8 @@ def test_a_model_in_training_mode_runs_eagerly(compiled):
     assert made(before) == {"traces": 0, "compiles": 0}
 
 
-def test_an_optional_tensor_is_dynamic_if_it_is_passed(compiled):
-    model = decorated(compiled())().eval()
+def test_an_optional_tensor_is_dynamic_if_it_is_passed(compiled_once):
+    model = decorated(compiled_once())().eval()
     assert model(torch.ones(3, 4), torch.ones(3, 4)).tolist() == [[3.0] * 4] * 3
     assert model(torch.ones(5, 4), torch.ones(5, 4)).tolist() == [[3.0] * 4] * 5
 
@@ -236,7 +243,7 @@ def test_state_that_a_call_leaves_is_seen_by_the_next(compiled, kind, second):
     assert model(torch.ones(3, 4))[0, 0].item() == second
 
 
-def test_gradients_are_refused_rather_than_lost(compiled):
-    model = decorated(compiled())().eval().requires_grad_()
+def test_gradients_are_refused_rather_than_lost(compiled_once):
+    model = decorated(compiled_once())().eval().requires_grad_()
     with pytest.raises(GuardError, match="requires grad"):
         model(torch.ones(3, 4))
