@@ -47,9 +47,9 @@ from cgtool.plan.records import Plan, parse_plan
 from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
 from cgtool.remote.remotes import Remotes
-from cgtool.runtime.call import first_index
 from cgtool.runtime.factors import Live, key_of
 from cgtool.runtime.find import Finder, Found, rank_here
+from cgtool.runtime.weights import first_index
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
 from cgtool.store.layout import CODE_FILE, GRAPH_FILE, PLAN_FILE, CacheLayout, RankName, short

@@ -492,14 +492,3 @@ def _guards_of_identity(guards: Sequence[Guard]) -> Sequence[Guard]:
     if isinstance(guards, GuardTable):
         return GuardTable(guards.texts, (group for group in guards.groups if group.kind.startswith("same:")))
     return tuple(guard for guard in guards if guard.kind.startswith("same:"))
-
-
-def first_index(module: nn.Module, plan: Plan) -> int | None:
-    """Return the device index of the model's first tensor off the CPU; None if the plan uses only the CPU."""
-    if all(item.meta.device == "cpu" for variant in plan.variants for item in variant.inputs):
-        return None
-    for tensors in (module.parameters(), module.buffers()):
-        for tensor in tensors:
-            if tensor.device.index is not None and tensor.device.type != "cpu":
-                return tensor.device.index
-    return None

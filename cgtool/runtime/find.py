@@ -36,11 +36,11 @@ from cgtool.plan.pieces import AOT_INDUCTOR, EAGER, Json, PieceGraph
 from cgtool.plan.records import GuardTable, Plan, Step, Variant, parse_plan
 from cgtool.plan.shapes import dispatch_order
 from cgtool.runtime.aoti_package import Packages
-from cgtool.runtime.call import LoadedModel, first_index
+from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.factors import Live, differences_now
 from cgtool.runtime.op_by_op import promised_function
-from cgtool.runtime.weights import is_weight, tensor_differences
+from cgtool.runtime.weights import first_index, is_weight, tensor_differences
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
 from cgtool.store.layout import PLAN_FILE, CacheLayout, RankName, short

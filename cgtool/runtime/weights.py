@@ -34,7 +34,7 @@ from cgtool.errors import ArtifactError, GuardError
 from cgtool.graph.values import device_of, dtype_of, dtype_text
 from cgtool.guards.sources import OF_CALL, Place, Roots, SourceError
 from cgtool.plan.pieces import TensorMeta
-from cgtool.plan.records import Guard, Input, source_words
+from cgtool.plan.records import Guard, Input, Plan, source_words
 from cgtool.runtime import _torch as private
 from cgtool.runtime.call_guards import Places, Reader
 from cgtool.runtime.dispatch import ALIGNMENT, UNALIGNED_DEVICES
@@ -303,4 +303,15 @@ def _shape_problem(tensor: torch.Tensor, meta: TensorMeta) -> str | None:
         return f"has the shape {tuple(tensor.shape)} and was traced with {meta.shape}"
     if strides_matter(tensor, meta.stride):
         return f"has the strides {tensor.stride()} and was traced with {meta.stride}"
+    return None
+
+
+def first_index(module: nn.Module, plan: Plan) -> int | None:
+    """Return the device index of the model's first tensor off the CPU; None if the plan uses only the CPU."""
+    if all(item.meta.device == "cpu" for variant in plan.variants for item in variant.inputs):
+        return None
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            if tensor.device.index is not None and tensor.device.type != "cpu":
+                return tensor.device.index
     return None

@@ -166,7 +166,7 @@ def test_every_command_checks_the_owner_before_it_interprets_anything(model, uns
     for path in (folder.parent / "key.json", folder / "backbone/manifest.json", folder / "backbone/plan.json"):
         path.write_bytes(b"not even JSON")
     folder.chmod(0o777)
-    with pytest.raises(RefusedError, match=r"rank_0 can be written to by everyone.*--cache-dir") as refused:
+    with pytest.raises(RefusedError, match=r"rank_0 is writable by everyone.*--cache-dir") as refused:
         VERBS[verb](model, unsigned)
     assert refused.value.reason == "writable_by_others"
 
@@ -176,7 +176,7 @@ def test_every_command_checks_the_signature_before_it_interprets_anything(model,
     for path in unsigned.glob("torch_compile_cache/*/key.json"):
         path.write_bytes(b"not even JSON")
     monkeypatch.setenv("CGTOOL_TRUSTED_KEYS", str(ours))
-    with pytest.raises(RefusedError, match=r"not imported with a signature.*--cache-dir") as refused:
+    with pytest.raises(RefusedError, match=r"imported without a signature.*--cache-dir") as refused:
         VERBS[verb](model, unsigned)
     assert refused.value.reason == "unsigned"
 

@@ -42,8 +42,8 @@ from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
 from cgtool.plan.records import Plan
 from cgtool.processes import ChildEndedError, format_log, run_in_copy
-from cgtool.runtime.call import first_index
 from cgtool.runtime.find import Found
+from cgtool.runtime.weights import first_index
 from cgtool.store.records import Row
 
 _log = logging.getLogger(__name__)
