@@ -193,7 +193,7 @@ def test_a_package_above_the_file_size_limit_is_reported(limit):
     done = in_a_process(before=before)
     (said,) = done.out.splitlines()
     assert said.startswith("refused: A compiled package of "), done.err
-    assert said.endswith("Raise the limit on the size of files (`ulimit -f`).")
+    assert said.endswith("Raise the limit (`ulimit -f`).")
 
 
 #: Runs a shell command in a private mount namespace.
