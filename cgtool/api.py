@@ -24,7 +24,7 @@ from cgtool.plan.pieces import PieceGraph
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
-from cgtool.runtime.find import Finder, Found, open_entry, rank_here
+from cgtool.runtime.find import Finder, MatchedEntry, open_entry, rank_here
 from cgtool.runtime.modules import FunctionModel
 from cgtool.store.layout import DEFAULT_PREFIX, CacheLayout
 from cgtool.store.lookup import StateStore
@@ -111,12 +111,12 @@ def load(
     layout, trust = CacheLayout.at(cache_dir), TrustPolicy.of(config, trusted_keys)
     if cache is not None:
         static = _static_cache(cache)
-        step = static.StaticCacheStep(static.checked(module))
-        accept = functools.partial(static.length_refused, cache_length)
+        step = static.StaticCacheStep(static.check_model(module))
+        accept = functools.partial(static.length_mismatch, cache_length)
         prefix = prefix or static.PREFIX
         with gc_paused():
             loaded = _load_from(step, config, layout, prefix, rank=rank, trust=trust, accept=accept)
-        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # `static` is Any
+        return static.with_compiled_step(module, loaded, otherwise)  # type: ignore[no-any-return]  # `static` is Any
     module, method, prefix = _resolve_method(module, prefix)
     with gc_paused():
         loaded = _load_from(module, config, layout, prefix, rank=rank, trust=trust)
@@ -209,7 +209,7 @@ def _load_from(
     rank: int | None,
     trust: TrustPolicy,
     hash_: str | None = None,
-    accept: Callable[[Found], tuple[str, ...]] = lambda _: (),
+    accept: Callable[[MatchedEntry], tuple[str, ...]] = lambda _: (),
 ) -> LoadedModel:
     rank = rank_here() if rank is None else rank
     fields = None if config is None else config.leveled().key_fields()
@@ -305,10 +305,10 @@ def compile(  # noqa: A001 - the name that a user of torch.compile looks for
                 "'eager' only. Leave the other arguments out."
             )
             raise UsageError(msg, path="cache")
-        spec = static.static_cache_spec(static.checked(module), cache_length)
+        spec = static.static_cache_spec(static.check_model(module), cache_length)
         warmer = _Warmer(dataclasses.replace(spec, prefix=prefix or spec.prefix), config=config, cache_dir=cache_dir)
         loaded = warmer.load((), spec.calls[0].kwargs)
-        return static.generating(module, loaded, otherwise)  # type: ignore[no-any-return]  # `static` is Any
+        return static.with_compiled_step(module, loaded, otherwise)  # type: ignore[no-any-return]  # `static` is Any
     module, method, prefix = _resolve_method(module, prefix)
     from cgtool.model import ModelSpec  # imported lazily: `load` does not need it
 

@@ -25,7 +25,7 @@ from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.pieces import EAGER, Json
 from cgtool.plan.records import Variant
 from cgtool.plan.shapes import shape_text
-from cgtool.runtime.find import Found
+from cgtool.runtime.find import MatchedEntry
 from cgtool.store.entry import read_entry
 from cgtool.store.layout import CacheLayout
 from cgtool.store.records import Manifest, VariantCounts
@@ -102,7 +102,7 @@ def same_calls(one: Json, other: Json) -> bool:
     return bool(_without_sizes(one) == _without_sizes(other))
 
 
-def uncovered_calls(spec: ModelSpec, without: Collection[str], check: bool, found: Found) -> tuple[str, ...]:
+def uncovered_calls(spec: ModelSpec, without: Collection[str], check: bool, found: MatchedEntry) -> tuple[str, ...]:
     """Return why an entry does not cover a model's example calls and required sizes, if it does not.
 
     Args:
@@ -147,7 +147,7 @@ def counts_of(variant: Variant) -> VariantCounts:
     )
 
 
-def damaged_texts(layout: CacheLayout, found: Found) -> tuple[str, ...]:
+def damaged_texts(layout: CacheLayout, found: MatchedEntry) -> tuple[str, ...]:
     """Return a reason to trace again if one of an entry's files differs from its digest."""
     try:
         read_entry(layout, found.entry.name, files=found.entry.manifest.files)
@@ -156,7 +156,7 @@ def damaged_texts(layout: CacheLayout, found: Found) -> tuple[str, ...]:
     return ()
 
 
-def broken_work(found: Found, work: Iterable[Work]) -> list[Work]:
+def broken_work(found: MatchedEntry, work: Iterable[Work]) -> list[Work]:
     """Return the work whose stored artifacts are missing or differ from their digests."""
     broken, intact = [], dict[str, bool]()
     for item in work:

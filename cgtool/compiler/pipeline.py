@@ -48,7 +48,7 @@ from cgtool.plan.rendering import plan_text
 from cgtool.plan.writing import encode_plan
 from cgtool.remote.remotes import Remotes
 from cgtool.runtime.factors import Live, key_of
-from cgtool.runtime.find import Finder, Found, rank_here
+from cgtool.runtime.find import Finder, MatchedEntry, rank_here
 from cgtool.runtime.weights import first_index
 from cgtool.store.entry import Entry, EntryWriter, ObjectStore
 from cgtool.store.files import check_writable
@@ -245,7 +245,7 @@ class _Warm:
             return self._fresh(damaged)  # its units are intact, so this costs a trace only
         return self._found(found, check=check)
 
-    def _found(self, found: Found, *, check: bool) -> WarmResult:
+    def _found(self, found: MatchedEntry, *, check: bool) -> WarmResult:
         """Report that an entry is complete, or complete it."""
         manifest, compiled, done = found.entry.manifest, 0, None
         work = wanted(found.plan, self._config, manifest.fallbacks)
@@ -305,7 +305,7 @@ class _Warm:
             return here
         return self._ranks.agree_launched("whether the cache holds all of it", yes=here)
 
-    def _prove_again(self, found: Found, done: Compiled, objects: ObjectStore) -> Sequence[VariantCounts]:
+    def _prove_again(self, found: MatchedEntry, done: Compiled, objects: ObjectStore) -> Sequence[VariantCounts]:
         manifest = found.entry.manifest.with_rows(done.rows, done.fallbacks)
         return self._prove(manifest, found.key, found.entry.files, objects).variants
 
@@ -441,7 +441,7 @@ class _Warm:
             ),
         )
 
-    def _calls_ahead(self, found: Found, pool: WorkerPool | Cluster | None) -> CallsAhead | None:
+    def _calls_ahead(self, found: MatchedEntry, pool: WorkerPool | Cluster | None) -> CallsAhead | None:
         """Return what proves variants while others compile; None if this process compiles, or proves at the end."""
         if pool is None or self._ranks is not None or not self._config.proof:
             return None
@@ -487,7 +487,7 @@ class _Warm:
             dump_entry(self._layout, manifest, self._config.debug_dump_path)
 
 
-def _published(manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> Found:
+def _published(manifest: Manifest, key: Key, files: Mapping[str, bytes], objects: ObjectStore) -> MatchedEntry:
     """Return an entry as `load` will find it once it is published."""
     plan = parse_plan(files[PLAN_FILE], path=Path(PLAN_FILE))
-    return Found(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)
+    return MatchedEntry(entry=Entry(manifest=manifest, files=files, objects=objects), key=key, plan=plan)

@@ -82,12 +82,12 @@ class LoadedModel(AsModule):
         self._opened = dict(opened)
         self._environment = dict(variables)
         self._recheck_calls = recheck_calls
-        self._graphs = plan.graphs if isinstance(plan.graphs, Graphs) else _as_read(plan.graphs)
+        self._graphs = plan.graphs if isinstance(plan.graphs, Graphs) else _as_graphs(plan.graphs)
         self._eager: dict[str, Boxed] = {}
         self._makers: dict[int, Callable[..., Boxed]] = {}
         self._lock = ForkedLock()  # held while a variant's functions are generated: variants share their parts
         self._wrap: WrapPiece | None = None
-        self._variants = self._serve()
+        self._variants = self._bind_variants()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -132,7 +132,7 @@ class LoadedModel(AsModule):
         """Return whether any variant's guards accept this call, without running it."""
         values = self._bind(*args, **kwargs)
         for served in self._variants:
-            accepted = self._ready(served).accept(*values)
+            accepted = self._prepare(served).accept(*values)
             if accepted is not None and served.table.choose(accepted[1]) is not None:
                 return True
         return False
@@ -140,7 +140,7 @@ class LoadedModel(AsModule):
     def _run(self, values: tuple[Any, ...]) -> Any:
         for served in self._variants:
             if not served.is_ready:
-                self._ready(served)
+                self._prepare(served)
             accepted = served.accept(*values)
             if accepted is None:
                 continue
@@ -176,7 +176,7 @@ class LoadedModel(AsModule):
         """Check all guards on the model and on globals again; see `AsModule.recheck`."""
         self._check_live()
         # Replaced as a whole: a call that is running keeps the variants it started with.
-        self._variants = self._serve()
+        self._variants = self._bind_variants()
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """Return the current tensors that calls read from the model rather than from their arguments, by source.
@@ -195,7 +195,7 @@ class LoadedModel(AsModule):
         return dict(itertools.chain.from_iterable(served.bound.named() for served in self._variants))
 
     @property
-    def keeps(self) -> tuple[str, ...]:
+    def assigned_places(self) -> tuple[str, ...]:
         """The sources of the model's attributes and items that calls assign to."""
         return tuple(dict.fromkeys(write.place for variant in self.plan.variants for write in variant.kept))
 
@@ -208,7 +208,7 @@ class LoadedModel(AsModule):
         for backend in self._opened.values():
             backend.open_all()
         for served in self._variants:
-            self._ready(served)
+            self._prepare(served)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModel:
         model = LoadedModel(
@@ -231,7 +231,7 @@ class LoadedModel(AsModule):
         msg = "A loaded model cannot be pickled. Send the original model, and call cgtool.load in the other process."
         raise UsageError(msg, path="pickle")
 
-    def alone(self, variant: int) -> LoadedModel:
+    def only_variant(self, variant: int) -> LoadedModel:
         """Return a copy that accepts only the calls of one variant."""
         model = copy.copy(self)
         model._variants = [self._variants[variant]]  # noqa: SLF001 - an object of this class
@@ -244,7 +244,7 @@ class LoadedModel(AsModule):
             wrap: Called once for each function of each piece, when a call first needs it.
         """
         self._wrap = wrap
-        self._variants = self._serve()
+        self._variants = self._bind_variants()
 
     def _check_live(self) -> None:
         """Check the guards on live objects, and the environment variables that the model reads."""
@@ -262,12 +262,12 @@ class LoadedModel(AsModule):
             msg = f"{first.rstrip('.')}{more}. Undo the change, or warm the model again."
             raise GuardError(msg, path=path, actual=tuple(sentence for _, sentence in problems))
 
-    def _serve(self) -> list[_Served]:
+    def _bind_variants(self) -> list[_Served]:
         shared: dict[Any, Weights] = {}
         variants = []
         # Variants that share an input share its record, so its id identifies it.
         distinct = {id(item): item for variant in self.plan.variants for item in variant.inputs}
-        kept = self.keeps  # a call assigns to these, so the next call checks them as it checks its arguments
+        kept = self.assigned_places  # a call assigns to these, so the next call checks them as it checks its arguments
         are_weights = {at for at, item in distinct.items() if is_weight(item) and not leads_to(item.source, kept)}
         for index, variant in enumerate(self.plan.variants):
             weights = [i for i, item in enumerate(variant.inputs) if id(item) in are_weights]
@@ -275,10 +275,10 @@ class LoadedModel(AsModule):
             # Bound now: weights record the module tree, whose guards were just checked.
             bound = self._bound(variant, tuple([variant.inputs[i] for i in weights]), shared)
             variants.append(_Served(index, variant, calls, weights, bound))
-        self._ready(variants[0])
+        self._prepare(variants[0])
         return variants
 
-    def _ready(self, served: _Served) -> _Served:
+    def _prepare(self, served: _Served) -> _Served:
         """Return a variant after generating its functions, if that has not been done.
 
         Raises:
@@ -382,7 +382,7 @@ def _on_device(program: Program, index: int) -> Program:
     return run
 
 
-def _as_read(graphs: Mapping[str, PieceGraph]) -> Graphs:
+def _as_graphs(graphs: Mapping[str, PieceGraph]) -> Graphs:
     from cgtool.plan.writing import graph_rows  # imported lazily: a plan read from disk already has this form
 
     return Graphs(graph_rows(graphs))

@@ -43,7 +43,7 @@ class Unopened:
         self._lock = ForkedLock()
         self._function: Boxed | None = None
 
-    def opened(self) -> Boxed:
+    def open(self) -> Boxed:
         """Return the function, opening it if necessary."""
         with self._lock:
             if self._function is None:
@@ -98,7 +98,7 @@ class PiecewiseBackend(msgspec.Struct, frozen=True, kw_only=True):
         """Open every function that is not open yet."""
         for function in (self.general, *(choice.function for choice in self.choices)):
             if isinstance(function, Unopened):
-                function.opened()
+                function.open()
 
     def symbols(self) -> set[str]:
         """Return the symbols that the choice depends on."""
@@ -150,7 +150,7 @@ class ShapeTable:
         functions = [function for function in chosen if function is not None]
         if len(functions) < len(chosen):
             return None
-        opened = [function.opened() if isinstance(function, Unopened) else function for function in functions]
+        opened = [function.open() if isinstance(function, Unopened) else function for function in functions]
         return tuple([self._wrap(position, function) for position, function in enumerate(opened)])
 
     @property

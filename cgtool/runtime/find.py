@@ -39,7 +39,7 @@ from cgtool.runtime.aoti_package import Packages
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Bounds, Boxed, Choice, PiecewiseBackend, Unopened, graph_at, symbol_bounds
 from cgtool.runtime.factors import Live, differences_now
-from cgtool.runtime.op_by_op import promised_function
+from cgtool.runtime.op_by_op import checked_function
 from cgtool.runtime.weights import first_index, is_weight, tensor_differences
 from cgtool.store.artifacts import code_of
 from cgtool.store.entry import Entry
@@ -56,7 +56,7 @@ _MAX_REASONS = 12
 _MAX_COMPARED = 256
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class MatchedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A cache entry that matches the model, with its parsed key and plan."""
 
     entry: Entry
@@ -107,7 +107,7 @@ class Finder:
         self._rank = rank
         self._prefix = prefix
 
-    def find(self, accept: Callable[[Found], tuple[str, ...]] = lambda _: ()) -> Found:
+    def find(self, accept: Callable[[MatchedEntry], tuple[str, ...]] = lambda _: ()) -> MatchedEntry:
         """Return the entry that matches the model; if several do, the one published or completed last.
 
         Args:
@@ -143,7 +143,7 @@ class Finder:
         """Return whether a key matches the model and this process."""
         return not differences_now(key, self._live)
 
-    def at(self, hash_: str) -> Found:
+    def at(self, hash_: str) -> MatchedEntry:
         """Return the entry with this hash.
 
         Raises:
@@ -154,7 +154,7 @@ class Finder:
             return found
         raise self._failure([(hash_, reasons or ("it was removed in the meantime",))])
 
-    def _look(self, hash_: str) -> tuple[Found | None, tuple[str, ...]]:
+    def _look(self, hash_: str) -> tuple[MatchedEntry | None, tuple[str, ...]]:
         """Return the entry, or why it does not match; (None, ()) if it has no files for this rank and prefix."""
         name = RankName(hash=hash_, rank=self._rank, prefix=self._prefix)
         try:
@@ -178,7 +178,7 @@ class Finder:
             return None, (str(error),)
         # Last, to give the compiler's child process time to finish.
         reasons = self._guards(plan) or differences_now(key, self._live, when="last")
-        return (None, reasons) if reasons else (Found(entry=entry, key=key, plan=plan), ())
+        return (None, reasons) if reasons else (MatchedEntry(entry=entry, key=key, plan=plan), ())
 
     def _key(self, hash_: str, records: Records) -> Key:
         return parse_key(records.key, path=self._layout.key_file(hash_), hash_=hash_)
@@ -302,11 +302,11 @@ def _class_name(model: Json) -> str | None:
 Opener = Callable[[str, bytes, PieceGraph], Boxed]
 
 
-def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool = False) -> LoadedModel:
+def open_entry(match: MatchedEntry, module: Any, opener: Opener, *, recheck_calls: bool = False) -> LoadedModel:
     """Open an entry as a callable that serves `module`.
 
     Args:
-        found: The entry.
+        match: The entry.
         module: The live model.
         opener: Opens an artifact of an adaptor that needs more than torch; artifacts of `aot_inductor` and `eager` are
             opened here.
@@ -319,39 +319,41 @@ def open_entry(found: Found, module: Any, opener: Opener, *, recheck_calls: bool
         GuardError: A tensor of the model has a different dtype, shape or layout than when it was compiled.
     """
     register_groups()
-    index = first_index(module, found.plan)
-    if index and (adaptors := sorted({row.adaptor for row in found.entry.manifest.rows} & _FIRST_DEVICE_ONLY)):
+    index = first_index(module, match.plan)
+    if index and (adaptors := sorted({row.adaptor for row in match.entry.manifest.rows} & _FIRST_DEVICE_ONLY)):
         msg = (
             f"Code compiled by {adaptors[0]} runs on the first visible device only, and this model is on device "
             f"{index}. Set CUDA_VISIBLE_DEVICES={index} for this process, or warm with aot_inductor."
         )
-        raise ArtifactError(msg, path=found.entry.name.hash, expected=0, actual=index)
-    plan = found.plan
+        raise ArtifactError(msg, path=match.entry.name.hash, expected=0, actual=index)
+    plan = match.plan
     with Packages(device_index=index) as packages:
 
         def open_now(adaptor: str, code: bytes, step: Step, bounds: Bounds) -> Boxed:
             graph = graph_at(plan.graphs[step.graph], step, bounds)
             if adaptor == EAGER:
-                return promised_function(graph, device_index=index)
+                return checked_function(graph, device_index=index)
             return packages.open(code, graph) if adaptor == AOT_INDUCTOR else opener(adaptor, code, graph)
 
-        pieces = _pieces(found, open_now)
+        pieces = _pieces(match, open_now)
         return LoadedModel(
             module,
             _with_added_guards(plan, pieces),
             {place: _backend(choices) for place, choices in pieces.items()},
             device_index=index,
-            variables=found.key.value("variables"),
+            variables=match.key.value("variables"),
             recheck_calls=recheck_calls,
         )
 
 
-def _pieces(found: Found, open_now: Callable[[str, bytes, Step, Bounds], Boxed]) -> dict[tuple[int, int], list[Choice]]:
+def _pieces(
+    match: MatchedEntry, open_now: Callable[[str, bytes, Step, Bounds], Boxed]
+) -> dict[tuple[int, int], list[Choice]]:
     """Return the choices for each piece of each variant, by (variant, piece), in order of preference."""
     opened: dict[tuple[str, str, str, str], tuple[Unopened, tuple[str, ...]]] = {}
     pieces: dict[tuple[int, int], list[Choice]] = {}
-    plan, manifest = found.plan, found.entry.manifest
-    read = found.entry.artifacts(row.artifact for row in manifest.rows)
+    plan, manifest = match.plan, match.entry.manifest
+    read = match.entry.artifacts(row.artifact for row in manifest.rows)
     steps = [{step.piece: step for step in variant.steps} for variant in plan.variants]
     for row in sorted(manifest.rows, key=lambda row: (dispatch_order(row.shape), not row.tuned)):
         step = steps[row.variant].get(row.piece_index) if row.variant < len(steps) else None
@@ -360,7 +362,7 @@ def _pieces(found: Found, open_now: Callable[[str, bytes, Step, Bounds], Boxed])
                 f"The manifest lists piece {row.piece_index} of variant {row.variant}, which is not in the plan. "
                 "Warm the model again."
             )
-            raise ArtifactError(msg, path=found.entry.name.hash)
+            raise ArtifactError(msg, path=match.entry.name.hash)
         bounds = symbol_bounds(plan.variants[row.variant], row.shape)
         digest = row.artifact.digest
         # These determine the graph at this shape; computing its identity for each row would be slow.

@@ -44,7 +44,7 @@ def piece_function(graph: PieceGraph, *, device_index: int | None = None) -> Box
     return piece_maker(graph, device_index=device_index)()
 
 
-def promised_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
+def checked_function(graph: PieceGraph, *, device_index: int | None = None) -> Boxed:
     """Return `piece_function(graph)` with outputs checked against the trace, and repaired if only strides differ.
 
     The pieces that follow were compiled for the traced outputs and do not check them.

@@ -65,7 +65,7 @@ class AnyCall(AsModule):
         #: Replaced as a whole: a call that is running continues with the models it started with.
         self._loaded: tuple[LoadedModel, ...] = () if loaded is None else (loaded,)
         #: Whether calls wait for a compilation: a trace temporarily replaces the values that calls stored in the model.
-        self._waits = otherwise == "warm" and loaded is not None and bool(loaded.keeps)
+        self._waits = otherwise == "warm" and loaded is not None and bool(loaded.assigned_places)
         self._background: threading.Thread | None = None
         self._gave_up: str | None = None
         self._causes: set[str] = set()
@@ -138,7 +138,7 @@ class AnyCall(AsModule):
             _log.info("Compiling %s again: %s", self._name, self._reason(args, kwargs))
         model = self._warm(args, kwargs)
         self._loaded = (*self._loaded, model)
-        self._waits = self._waits or (self._otherwise == "warm" and bool(model.keeps))
+        self._waits = self._waits or (self._otherwise == "warm" and bool(model.assigned_places))
         return model
 
     def _compile_in_background(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

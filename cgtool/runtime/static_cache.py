@@ -1,7 +1,7 @@
 """The decode step of a transformers causal language model with a key-value cache of fixed length.
 
 `StaticCacheStep` is the traced module: it takes the tensors of the cache as arguments, and writes to them in place.
-`generating` returns a copy of the model whose `generate()` runs the compiled step::
+`with_compiled_step` returns a copy of the model whose `generate()` runs the compiled step::
 
     generate() ──▶ copy of the model ──▶ StaticCacheForward ──▶ LoadedModel of a StaticCacheStep
                    (weights shared)      takes a StaticCache     takes its tensors by name
@@ -36,7 +36,7 @@ from cgtool.model import ExampleCall, ModelSpec
 from cgtool.plan.pieces import TensorMeta
 from cgtool.plan.records import Plan
 from cgtool.runtime.call import LoadedModel
-from cgtool.runtime.find import Found
+from cgtool.runtime.find import MatchedEntry
 from cgtool.runtime.otherwise import AnyCall, Otherwise
 
 PREFIX: Final = "static_cache"
@@ -104,7 +104,7 @@ class StaticCacheStep(nn.Module):
         return logits
 
 
-def checked(model: Any) -> Any:
+def check_model(model: Any) -> Any:
     """Return the model after checking that it can have a static cache.
 
     Raises:
@@ -121,7 +121,7 @@ def checked(model: Any) -> Any:
     return model
 
 
-def length_refused(length: int | None, found: Found) -> tuple[str, ...]:
+def length_mismatch(length: int | None, found: MatchedEntry) -> tuple[str, ...]:
     """Return why an entry does not match a cache of `length` tokens; None accepts any length."""
     compiled = _length_of(found.plan)
     if length is None or length == compiled:
@@ -141,7 +141,7 @@ def static_cache_spec(model: nn.Module, length: int | None = None) -> ModelSpec:
         ModelError: It is not such a model, or its cache holds more than keys and values.
         UsageError: The model's limit is lower than `length`.
     """
-    config: Any = checked(model).config
+    config: Any = check_model(model).config
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else None
     length = min(limit or DEFAULT_LENGTH, DEFAULT_LENGTH) if length is None else length
@@ -453,7 +453,7 @@ def _metas_of(plan: Plan) -> dict[tuple[str, int], TensorMeta]:
     return metas
 
 
-def generating(model: Any, loaded: LoadedModel, otherwise: Otherwise) -> nn.Module:
+def with_compiled_step(model: Any, loaded: LoadedModel, otherwise: Otherwise) -> nn.Module:
     """Return a copy of a model that shares its weights and generates with the compiled step.
 
     Args:

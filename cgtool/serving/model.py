@@ -97,7 +97,7 @@ class GraphedModel:
             UsageError: Calls assign tensors to attributes of the model, which a replay would skip or overwrite.
         """
         mode = get_forward_context().cudagraph_runtime_mode
-        if mode is not CUDAGraphMode.NONE and (kept := getattr(self.model, "keeps", ())):
+        if mode is not CUDAGraphMode.NONE and (kept := getattr(self.model, "assigned_places", ())):
             name = source_words(kept[0])
             msg = (
                 f"Each call assigns a new tensor to {name} of the model, which a CUDA graph cannot do. Write into a "

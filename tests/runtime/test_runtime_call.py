@@ -351,7 +351,7 @@ def test_refused_calls_have_reasons_and_accepted_calls_have_none(model):
             device_index=None,
         )
         for x, mask in _calls():
-            accepted = loaded._ready(served).accept(x, mask, 1.0) is not None
+            accepted = loaded._prepare(served).accept(x, mask, 1.0) is not None
             failures = explainer.failures({"x": x, "mask": mask, "scale": 1.0})
             outcomes.add(accepted)
             assert accepted == (not failures.kinds and not failures.sizes), (served.variant.name, x, mask, failures)

@@ -140,7 +140,7 @@ def test_concurrent_threads_get_the_same_function():
 
     function = Unopened(slowly)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: function.opened(), range(4)))
+        found = list(threads.map(lambda _: function.open(), range(4)))
     assert found == [found[0]] * 4
 
 
@@ -156,13 +156,13 @@ def test_a_fork_while_a_function_is_opened_does_not_block_the_child():
         return named("one")
 
     function = Unopened(in_parent_slowly)
-    thread = threading.Thread(target=function.opened)
+    thread = threading.Thread(target=function.open)
     thread.start()
     begun.wait(30)
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # ends a child that hangs, which then does not exit with 7
-        os._exit(7 if function.opened()([]) == ["one"] else 1)
+        os._exit(7 if function.open()([]) == ["one"] else 1)
     _, status = os.waitpid(child, 0)
     go_on.set()
     thread.join()
@@ -188,10 +188,10 @@ def test_ctrl_c_while_a_function_is_opened_does_not_block_other_threads():
         function = Unopened(lambda: named("one"))
         try:
             sys.setprofile(raising_at(event_number))
-            function.opened()
+            function.open()
         except KeyboardInterrupt:
             found = []
-            other = threading.Thread(target=lambda: found.append(function.opened()([])), daemon=True)  # noqa: B023
+            other = threading.Thread(target=lambda: found.append(function.open()([])), daemon=True)  # noqa: B023
             other.start()
             other.join(20)
             assert found == [["one"]]

@@ -243,7 +243,7 @@ def test_a_flipped_bit_is_detected_before_anything_is_opened(model, cache, monke
     for path in artifacts(cache):
         flip(path)
     opened = []
-    monkeypatch.setattr("cgtool.runtime.find.promised_function", lambda *args, **_: opened.append(args))
+    monkeypatch.setattr("cgtool.runtime.find.checked_function", lambda *args, **_: opened.append(args))
     with pytest.raises(CacheCorruptError, match=r"artifacts/[0-9a-f]{64}\.\w+ is corrupt") as caught:
         cgtool.load(model, cache_dir=cache)
     assert Path(caught.value.path).parent == first.parent

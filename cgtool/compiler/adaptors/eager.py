@@ -13,7 +13,7 @@ from cgtool.compiler.adaptors.interface import CompiledPiece, CompilerInterface,
 from cgtool.errors import ArtifactError
 from cgtool.plan.grammar import decode, digest_of
 from cgtool.plan.pieces import EAGER, Json, PieceGraph
-from cgtool.runtime.op_by_op import promised_function
+from cgtool.runtime.op_by_op import checked_function
 
 
 class EagerAdaptor(CompilerInterface):
@@ -39,12 +39,12 @@ class EagerAdaptor(CompilerInterface):
         max_autotune: bool = False,  # noqa: ARG002 - nothing is tuned
     ) -> CompiledPiece:
         """Serialize the graph, after checking that a function can be generated from it."""
-        promised_function(graph)
+        checked_function(graph)
         return CompiledPiece(artifact=graph.canonical())
 
     def load(self, data: bytes, graph: PieceGraph) -> PieceCallable:
         """Return the piece as a generated Python function."""
-        return promised_function(eager_graph(data, graph))
+        return checked_function(eager_graph(data, graph))
 
 
 def eager_graph(data: bytes, graph: PieceGraph) -> PieceGraph:

@@ -39,7 +39,7 @@ from cgtool.plan.pieces import PieceGraph
 from cgtool.plan.records import Variant, source_words
 from cgtool.plan.shapes import of_sizes, shape_text
 from cgtool.runtime.call import NOT_SERVED, LoadedModel
-from cgtool.runtime.find import Found, open_entry
+from cgtool.runtime.find import MatchedEntry, open_entry
 from cgtool.runtime.generate import strides_matter
 from cgtool.store.records import Row
 from cgtool.trace.examples import arguments_for, sizes_of
@@ -89,7 +89,7 @@ class Calls:
 
     def __init__(
         self,
-        found: Found,
+        found: MatchedEntry,
         spec: ModelSpec,
         device: str,
         stage: Callable[[StageName], None],
@@ -168,7 +168,7 @@ class Calls:
         entry = replace(self._found.entry, manifest=replace(self._found.entry.manifest, rows=variant_rows))
         plan = replace(self._found.plan, variants=(variants[index], *variants[:index], *variants[index + 1 :]))
         try:
-            return open_entry(replace(self._found, entry=entry, plan=plan), self._spec.module, _open).alone(0)
+            return open_entry(replace(self._found, entry=entry, plan=plan), self._spec.module, _open).only_variant(0)
         except ArtifactError as error:
             msg = f"The compiled code cannot be opened: {error}"
             raise CallMismatchError(msg) from error

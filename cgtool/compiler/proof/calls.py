@@ -42,7 +42,7 @@ from cgtool.model import ModelSpec
 from cgtool.plan.grammar import Record, decode, encode
 from cgtool.plan.records import Plan
 from cgtool.processes import ChildEndedError, format_log, run_in_copy
-from cgtool.runtime.find import Found
+from cgtool.runtime.find import MatchedEntry
 from cgtool.runtime.weights import first_index
 from cgtool.store.records import Row
 
@@ -78,7 +78,7 @@ class _NoReplicaError(Exception):
 
 
 def prove_calls(
-    found: Found,
+    found: MatchedEntry,
     spec: ModelSpec,
     *,
     timeout_secs: float | None,
@@ -161,7 +161,7 @@ class CallsAhead:
         spec: The model and its example calls.
     """
 
-    def __init__(self, found: Found, spec: ModelSpec) -> None:
+    def __init__(self, found: MatchedEntry, spec: ModelSpec) -> None:
         self._found = found
         self._spec = spec
         self._rows: dict[int, tuple[Row, ...]] = {}
@@ -172,7 +172,7 @@ class CallsAhead:
         self._thread.start()
 
     @classmethod
-    def of(cls, found: Found, spec: ModelSpec) -> CallsAhead | None:
+    def of(cls, found: MatchedEntry, spec: ModelSpec) -> CallsAhead | None:
         """Start the calls of an entry; None if they have to wait until all of it is compiled."""
         device = _device_of(found.plan)
         together = private.exchanges() and _may_exchange(found)
@@ -187,7 +187,7 @@ class CallsAhead:
         """Make no further calls than those of the queued variants."""
         self._compiled.put(None)
 
-    def proofs(self, found: Found) -> tuple[CallProof, ...] | None:
+    def proofs(self, found: MatchedEntry) -> tuple[CallProof, ...] | None:
         """Wait for the calls and return the proof of each variant; None if some are missing or used other artifacts.
 
         Raises:
@@ -275,7 +275,7 @@ def _closes_over_modules(module: torch.nn.Module) -> bool:
     return any(isinstance(getattr(value, "__self__", value), torch.nn.Module) for value in held)
 
 
-def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
+def _why_not(found: MatchedEntry, spec: ModelSpec, device: str) -> str | None:
     """Return why nothing can be called here, if so."""
     if _has_collectives(found) and not private.exchanges():
         return "not run: it has collectives, which need the other processes"
@@ -290,17 +290,19 @@ def _why_not(found: Found, spec: ModelSpec, device: str) -> str | None:
     return None
 
 
-def _has_collectives(found: Found) -> bool:
+def _has_collectives(found: MatchedEntry) -> bool:
     targets = {str(node.target) for graph in found.plan.graphs.values() for node in graph.every_node()}
     return any(mark in target for target in targets for mark in _COLLECTIVES)
 
 
-def _may_exchange(found: Found) -> bool:
+def _may_exchange(found: MatchedEntry) -> bool:
     """Return whether a call may contain collectives; a custom op may hide one."""
     return _has_collectives(found) or any(graph.ops for graph in found.plan.graphs.values())
 
 
-def _why_not_together(found: Found, spec: ModelSpec, ranks: Ranks, reason: str | None) -> tuple[str | None, bool]:
+def _why_not_together(
+    found: MatchedEntry, spec: ModelSpec, ranks: Ranks, reason: str | None
+) -> tuple[str | None, bool]:
     """Return why the ranks cannot make the calls together, if so, and whether a later warm may succeed."""
     try:
         about = f"whether to call {spec.name or type(spec.module).__name__}, {len(found.plan.variants)} variants"
@@ -340,7 +342,7 @@ def _in_copy(work: Callable[[], _Answer]) -> bytes:
     return encode(work())
 
 
-def _answer(found: Found, spec: ModelSpec, device: str, stage: mmap.mmap, ranks: Ranks | None = None) -> _Answer:
+def _answer(found: MatchedEntry, spec: ModelSpec, device: str, stage: mmap.mmap, ranks: Ranks | None = None) -> _Answer:
     def tell(name: StageName) -> None:
         stage[0] = STAGES.index(name)
 
