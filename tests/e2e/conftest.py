@@ -1,4 +1,4 @@
-"""Caches of the fixtures, compiled with `aot_inductor` once in a session of tests, whichever workers it has."""
+"""Caches that are warmed once per session, by whichever worker needs them first."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_harness import FIXTURES, SIZES, warm
-from hold_harness import warm_fixture
+from e2e_harness import LLAMA, SERVED, SIZES, warm
 
 from cgtool.store.lock import file_lock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """A cache that one warm filled from nothing, and what that warm reported; nobody writes to it."""
+    """A cache filled by a single warm, and the report of that warm. Tests must not write to it."""
 
     root: Path
     report: Any
 
     def copy(self, root: Path) -> Path:
-        """Copy the cache with the links between its files, for a test that writes."""
+        """Copy the cache, including its hard links, for tests that write."""
         root.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-a", self.root, root], check=True)
         return root
@@ -33,7 +32,7 @@ class Warmed:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[..., Path]:
-    """Return a function: a name and what fills a folder → the folder, filled by whichever worker came first."""
+    """Return a function that fills a named folder; whichever worker needs it first does the work for all."""
     base = tmp_path_factory.getbasetemp()
     shared = (base if worker_id == "master" else base.parent) / "shared"
     shared.mkdir(exist_ok=True)
@@ -52,50 +51,33 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[.
 
 
 @pytest.fixture(scope="session")
-def sized_cache(once: Callable[..., Path]) -> Callable[[str], Warmed]:
-    """Return a function: name of a fixture → its cache, warmed for `SIZES` from an empty folder."""
+def warmed_once(once: Callable[..., Path]) -> Callable[..., Warmed]:
+    """Return a function that warms a model in a cache of its own, once per session."""
 
-    def warmed(name: str) -> Warmed:
+    def warmed(name: str, model: str, *arguments: object) -> Warmed:
         def fill(folder: Path) -> None:
-            arguments = ("--adaptor", "aot_inductor", "--compile-sizes", SIZES[name])
-            report = warm(f"{FIXTURES / name}.py:build", folder / "cache", *arguments)
+            report = warm(model, folder / "cache", "--jobs", 0, *arguments, forks=True)
             (folder / "report.json").write_text(json.dumps(report))
 
-        folder = once(f"sized-{name}", fill)
+        folder = once(name, fill)
         return Warmed(root=folder / "cache", report=json.loads((folder / "report.json").read_text()))
 
     return warmed
 
 
 @pytest.fixture(scope="session")
-def aot_cache(once: Callable[..., Path], sized_cache: Callable[[str], Warmed]) -> Callable[..., Path]:
-    """Return a function: name of a fixture (or several) → the root of a cache that serves them.
-
-    `llama` has its sizes, the others have none.
-    """
-
-    def warmed(*names: str) -> Path:
-        # One root for all names, which a name fills when it is first asked for.
-        root = once("aot", lambda folder: None) / "cache"
-        for name in names:
-            once(f"aot-{name}", lambda _, name=name: add(name, root))
-        return root
-
-    def add(name: str, root: Path) -> None:
-        if name == "llama":
-            shutil.copytree(sized_cache("tiny_llama").root, root, copy_function=_copy_new, dirs_exist_ok=True)
-        else:
-            warm_fixture(name, root)
-
-    return warmed
-
-
-def _copy_new(source: str, target: str) -> None:
-    if not Path(target).exists():
-        shutil.copy2(source, target)
+def native_llama(warmed_once: Callable[..., Warmed]) -> Warmed:
+    """`llama` of served.py as native code: three artifacts, for two tokens and more."""
+    return warmed_once("native-llama", f"{SERVED}:llama", "--adaptor", "aot_inductor")
 
 
 @pytest.fixture(scope="session")
-def eager_cache(once: Callable[..., Path]) -> Path:
-    """Return the root of a cache that serves `llama` with `eager` artifacts."""
-    return once("eager", lambda folder: warm_fixture("llama", folder / "cache", adaptor="eager")) / "cache"
+def native_vision(warmed_once: Callable[..., Warmed]) -> Warmed:
+    """`vision` of served.py as native code: two artifacts, one of them for a single image."""
+    return warmed_once("native-vision", f"{SERVED}:vision", "--adaptor", "aot_inductor", "--no-proof")
+
+
+@pytest.fixture(scope="session")
+def eager_llama(warmed_once: Callable[..., Warmed]) -> Warmed:
+    """The whole Llama fixture with `eager` artifacts: three for a single token, three for more."""
+    return warmed_once("eager-llama", LLAMA, "--adaptor", "eager", "--compile-sizes", SIZES["tiny_llama"])

@@ -1,9 +1,9 @@
-"""A server's start: builds a fixture, loads it, calls it once; prints what came of it as JSON.
+"""Starts as a server does: builds a model, loads it, calls it once, and prints a JSON report.
 
     python hold_child.py '["llama", CACHE]'
 
-prints {"error": [class, sentence] or None, "worst": the greatest relative difference from eager or None, "heavy": which
-modules of a compiler there are after the first call}.
+prints {"error": [class, message] or None, "worst": the largest relative difference from eager or None, "heavy": modules
+of the compiler that are imported after the first call}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "s
 
 
 def heavy() -> list[str]:
-    return [one for one in HEAVY if any(f"{name}.".startswith(f"{one}.") for name in sys.modules)]
+    return [heavy for heavy in HEAVY if any(f"{name}.".startswith(f"{heavy}.") for name in sys.modules)]
 
 
 def main() -> None:
@@ -32,15 +32,15 @@ def main() -> None:
     report = {"error": None, "worst": None}
     with torch.no_grad():
         try:
-            found = cgtool.load(spec.module, cache_dir=root)(*call.args, **call.kwargs)
+            output = cgtool.load(spec.module, cache_dir=root)(*call.args, **call.kwargs)
         except cgtool.CgtoolError as error:
-            found = None
+            output = None
             report["error"] = [type(error).__name__, str(error)]
         report["heavy"] = heavy()
-        if found is not None:
-            from e2e_compare import difference  # after the modules were counted: it imports more of cgtool
+        if output is not None:
+            from e2e_compare import difference  # imported after the modules were listed: it imports more of cgtool
 
-            report["worst"] = difference(found, spec.module(*call.args, **call.kwargs))
+            report["worst"] = difference(output, spec.module(*call.args, **call.kwargs))
     print(json.dumps(report))  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Starts fixtures from a cache as a server would: in processes that have nothing but Python, torch and that cache."""
+"""Starts models from a cache as a server would: in processes that have only Python, torch and that cache."""
 
 from __future__ import annotations
 
@@ -12,30 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from cli_harness import forked
-from e2e_harness import FIXTURES, REPO, SERVED, Ran, warm
+from e2e_harness import FIXTURES, REPO, Ran, warm
 
 CHILD = Path(__file__).with_name("hold_child.py")
 NAMES = ("llama", "vision")
-#: What a machine that compiles has and a server need not have.
+#: Tools that compiling needs and serving does not.
 TOOLS = ("g++", "gcc", "c++", "cc", "clang", "clang++", "cpp", "ld", "as", "ptxas", "nvcc")
 
 
-def warm_fixture(name: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
-    """Compile a fixture as tests/e2e/served.py has it."""
-    warm_model(f"{SERVED}:{name}", root, adaptor=adaptor)
-
-
 def warm_model(model: str, root: Path, *, adaptor: str = "aot_inductor") -> None:
-    """Compile a model, which those who load it compare with eager; nothing of it may fall back to another adaptor."""
+    """Compile a model without a proof, and check that no artifact fell back to another adaptor."""
     report = warm(model, root, "--no-proof", "--adaptor", adaptor, "--jobs", 0)
     assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
 
 
 class Bare:
-    """A place for a process that has nothing: an empty home, empty folders of caches, and compilers that do not work.
+    """An environment with an empty home, empty cache folders, and compilers that fail and record their use.
 
     Args:
-        folder: Where the place is made.
+        folder: Created to hold all of this.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +47,7 @@ class Bare:
             path.chmod(0o755)
 
     def environment(self, **changes: str | None) -> dict[str, str]:
-        """The whole environment of such a process; a change to None takes a variable away."""
+        """Return the complete environment of a process; None removes a variable."""
         values: dict[str, str | None] = {
             "PATH": str(self.tools),
             "HOME": str(self.places["home"]),
@@ -66,42 +61,42 @@ class Bare:
         return {name: value for name, value in values.items() if value is not None}
 
     def written(self) -> list[str]:
-        """Every file that was left in these places."""
+        """Return every file that was written to these folders."""
         return [str(path) for place in self.places.values() for path in place.rglob("*")]
 
     def tried(self) -> list[str]:
-        """The commands of which a poisoned tool was run."""
+        """Return the command lines of the failing tools that were run."""
         return sorted(set(self.log.read_text().splitlines())) if self.log.exists() else []
 
     def run(self, command: list[str], **options: Any) -> Ran:
-        """Run a command in this place to its end."""
+        """Run a command in this environment to its end."""
         env = self.environment(**options.pop("env", {}))
         options = {"cwd": self.places["work"], "timeout": 300, "capture_output": True, "text": True, **options}
         done = subprocess.run(command, env=env, check=False, **options)
         return Ran(code=done.returncode, out=done.stdout or "", err=done.stderr or "")
 
     def fork(self, source: str, *arguments: object, env: Mapping[str, str | None] | None = None) -> Ran:
-        """Run a program in this place in a fork of what has imported torch alone."""
+        """Run a program in this environment, in a fork of a process that has imported torch and the runtime."""
         ran = forked(source, *arguments, cwd=self.places["work"], env=self.environment(**(env or {})))
         return Ran(code=ran.code, out=ran.out, err=ran.err)
 
     def start(self, name: str, root: Path, *, before: str = "", env: Mapping[str, str | None] | None = None) -> Any:
-        """Load a fixture in a fork and call it once; return what tests/e2e/hold_child.py reports.
+        """Load a model in a fork and call it once; return the report of tests/e2e/hold_child.py.
 
         Args:
-            name: Of the fixture.
-            root: Of the cache.
-            before: What the process does first.
-            env: Changes of the environment.
+            name: The name of its factory in served.py.
+            root: The root of the cache.
+            before: Code to run first.
+            env: Changes to the environment.
         """
         source = f"{before}\nimport runpy\nrunpy.run_path({str(CHILD)!r}, run_name='__main__')"
         return self.fork(source, json.dumps([name, str(root)]), env=env).report
 
-    def start_from_nothing(self, name: str, root: Path) -> Any:
-        """Do so in a process from its very start."""
+    def start_fresh(self, name: str, root: Path) -> Any:
+        """Do the same in a fresh process."""
         return self.run([sys.executable, str(CHILD), json.dumps([name, str(root)])]).report
 
 
 def fixture_spec(name: str) -> Any:
-    """Build a fixture in this process, as it is imported by one that loads it."""
+    """Build a model of served.py in this process."""
     return getattr(importlib.import_module("served"), name)()

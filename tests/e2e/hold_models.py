@@ -23,5 +23,5 @@ class Tied(nn.Module):
 
 def tied():
     x = torch.arange(3 * WIDTH, dtype=torch.float32).sin().view(3, WIDTH)
-    # From 2 on: a batch of one would have a variant of its own to compile.
+    # From 2 on: a single row would need its own variant.
     return ModelSpec(module=Tied().eval(), calls=[ExampleCall(args=(x,))], dynamic={"x": {0: ("rows", 2, 64)}})

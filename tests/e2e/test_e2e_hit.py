@@ -1,23 +1,30 @@
-"""A second warm does nothing, wherever the cache, the model and cgtool lie by then."""
+"""A second warm does nothing, also if the cache, the model and cgtool have moved."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
-from e2e_harness import FIXTURES, LLAMA, REPO, cgtool, compare, environment, inspect, python, warm
+from cli_harness import forked
+from e2e_harness import COMPARE, FIXTURES, LLAMA, REPO, SERVED, Ran, compare, environment, inspect, python, warm
 
 pytestmark = pytest.mark.torch
 
-SIZES = ("--compile-sizes", "1")
-#: Makes an import raise, and not a look at whether a module is there; found by Python at its start through PYTHONPATH.
+MODEL = f"{SERVED}:llama"
+#: Makes imports of these modules raise, but not `find_spec`.
 POISON = """
 import importlib.machinery
 import sys
 
+NAMES = {names!r}
+
+def is_forbidden(name):
+    return any(name == forbidden or name.startswith(forbidden + ".") for forbidden in NAMES)
+
 class Forbid:
     def find_spec(self, name, path=None, target=None):
-        if any(name == one or name.startswith(one + ".") for one in {names!r}):
+        if is_forbidden(name):
             return importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec):
@@ -26,16 +33,24 @@ class Forbid:
     def exec_module(self, module):
         pass
 
+assert not any(map(is_forbidden, sys.modules)), "imported too early"
 sys.meta_path.insert(0, Forbid())
 """
-#: What tracing, splitting and compiling cannot do without.
+COMMAND = """
+from cgtool.cli.main import main
+sys.argv[0] = "cgtool"
+code = main()
+if code:
+    sys.exit(code)
+"""
+#: Modules that tracing, splitting and compiling need.
 TRACING = ("cgtool.compiler.stitch", "cgtool.trace", "cgtool.split", "torch._inductor.compile_fx")
 COMPILER = (*TRACING, "torch._dynamo", "torch._inductor", "sympy", "triton")
 
 
 #: How many modules of cgtool a start may import; each costs a quarter of a millisecond.
 MOST_MODULES = 48
-#: What a hit has no use for.
+#: Modules that a hit does not need.
 NEVER = (
     *(
         "cgtool.cli",
@@ -67,61 +82,59 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] == "cgtool"
 """
 
 
-def what_happened(report):
-    return {key: report[key] for key in ("hit", "compiled", "reused", "trace_secs", "compile_secs")}
+HIT = {"hit": True, "compiled": 0, "reused": 3, "trace_secs": 0.0, "compile_secs": 0.0}
 
 
-HIT = {"hit": True, "compiled": 0, "reused": 6, "trace_secs": 0.0, "compile_secs": 0.0}
+def check_hit(report):
+    assert {key: report[key] for key in HIT} == HIT
 
 
 def files(root):
-    """Every file with what would change if it were written to; stamps of use apart."""
+    """Return every file with its time of modification, except for stamps of use."""
     return sorted((str(p), p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file() and "state" not in p.parts)
 
 
-def poisoned(folder, names):
-    """An environment in which these modules cannot be imported."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(POISON.format(names=names))
-    return {"PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
+def run_poisoned(names, program, *arguments):
+    """Run a program in a fork of a process that has imported torch alone, and that cannot import these modules."""
+    ran = forked(POISON.format(names=names) + program, *arguments)
+    return Ran(code=ran.code, out=ran.out, err=ran.err)
+
+
+def warm_poisoned(names, root, *options):
+    return run_poisoned(names, COMMAND, "warm", MODEL, "--cache-dir", root, "--json", "--quiet", *options)
 
 
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory, sized_cache):
-    warmed = sized_cache("tiny_llama")
-    assert warmed.report["compiled"] == 6
-    return warmed.copy(tmp_path_factory.mktemp("warmed") / "cache")
+def warmed(tmp_path_factory, native_llama):
+    assert native_llama.report["compiled"] == 3
+    return native_llama.copy(tmp_path_factory.mktemp("warmed") / "cache")
 
 
-def test_a_second_warm_traces_nothing_compiles_nothing_and_writes_nothing(warmed):
+def test_a_second_warm_traces_compiles_and_writes_nothing(warmed):
     before = files(warmed)
-    assert what_happened(warm(LLAMA, warmed, *SIZES)) == HIT
+    check_hit(warm(MODEL, warmed))
     assert files(warmed) == before
 
 
-def test_the_poison_is_one(tmp_path):
-    env = poisoned(tmp_path / "poison", COMPILER)
-    ran = cgtool("warm", LLAMA, "--weights", "real", "--cache-dir", tmp_path / "cache", env=env)
+def test_a_miss_fails_without_the_compiler(tmp_path):
+    ran = warm_poisoned(COMPILER, tmp_path, "--weights", "real")
     assert ran.code == 1
     assert "is forbidden here" in ran.err
 
 
-def test_a_hit_cannot_have_traced_for_what_traces_is_not_there(warmed, tmp_path):
-    env = poisoned(tmp_path / "poison", TRACING)
-    assert what_happened(warm(LLAMA, warmed, *SIZES, env=env)) == HIT
+def test_a_hit_needs_no_module_that_traces(warmed):
+    check_hit(warm_poisoned(TRACING, warmed).report)
 
 
-def test_a_hit_with_real_weights_imports_no_compiler_at_all(warmed, tmp_path):
-    """Weights that are fake need torch's FakeTensorMode, which imports Dynamo itself."""
-    env = poisoned(tmp_path / "poison", COMPILER)
-    assert what_happened(warm(LLAMA, warmed, *SIZES, "--weights", "real", env=env)) == HIT
+def test_a_hit_with_real_weights_imports_no_compiler(warmed):
+    """Fake weights need torch's FakeTensorMode, which imports Dynamo itself."""
+    check_hit(warm_poisoned(COMPILER, warmed, "--weights", "real").report)
 
 
-def test_eager_artifacts_are_served_where_there_is_no_compiler(tmp_path):
-    root = tmp_path / "cache"
-    assert warm(LLAMA, root, *SIZES, "--adaptor", "eager")["compiled"] == 6
-    env = poisoned(tmp_path / "poison", COMPILER)
-    report = compare(LLAMA, root, [{"num_tokens": n} for n in (1, 2, 8, 9)], env=env)
+def test_eager_artifacts_are_served_without_a_compiler(eager_llama):
+    request = {"model": LLAMA, "root": str(eager_llama.root), "calls": [{"num_tokens": n} for n in (1, 2, 8, 9)]}
+    program = f"sys.path.insert(0, {str(COMPARE.parent)!r})\nfrom e2e_compare import main\nmain()"
+    report = run_poisoned(COMPILER, program, json.dumps(request)).report
     assert (report["calls"], report["failures"], report["imported"]) == (4, [], [])
 
 
@@ -132,28 +145,34 @@ def test_a_load_imports_few_modules_and_none_that_only_a_warm_or_a_miss_needs(wa
     assert [name for name in imported if name.startswith(NEVER)] == []
 
 
-def test_so_does_a_warm_from_a_copy_with_everything_elsewhere(warmed, tmp_path):
+#: Runs the command, and names the copy of cgtool that runs.
+NAMING_COMMAND = "import sys, cgtool; print(cgtool.__file__, file=sys.stderr)" + COMMAND
+
+
+def test_a_warm_hits_in_a_copy_with_everything_elsewhere(warmed, tmp_path):
     """The cache at another root, another HOME, another working directory, cgtool and the model in other folders."""
     root, site, models, home, work = (tmp_path / name for name in ("moved", "site", "models", "home", "work"))
     shutil.copytree(warmed, root)
     shutil.copytree(REPO / "cgtool", site / "cgtool", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(FIXTURES, models, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(FIXTURES, models / "fixtures", ignore=shutil.ignore_patterns("__pycache__"))
+    model = models / "tests/e2e/served.py"
+    model.parent.mkdir(parents=True)
+    shutil.copy(SERVED, model)
     home.mkdir()
     work.mkdir()
     env = {"HOME": str(home), "PYTHONPATH": str(site), "TMPDIR": str(work), "TORCHINDUCTOR_CACHE_DIR": str(work / "i")}
-    where = python("-c", "import cgtool; print(cgtool.__file__)", env=env, cwd=work)
-    assert where.out.strip() == str(site / "cgtool" / "__init__.py")
-    model = f"{models / 'tiny_llama.py'}:build"
     before = files(root)
-    relative = warm("../models/tiny_llama.py:build", "../moved", *SIZES, env=env, cwd=work)
-    assert what_happened(relative) == HIT
+    command = ("warm", "../models/tests/e2e/served.py:llama", "--cache-dir", "../moved", "--json", "--quiet")
+    ran = python("-c", NAMING_COMMAND, *command, env=env, cwd=work)
+    assert ran.err.splitlines()[0] == str(site / "cgtool" / "__init__.py")
+    check_hit(ran.report)
     assert files(root) == before
-    shutil.move(root, tmp_path / "again")  # nothing that is opened is found through where it was made
-    report = compare(model, tmp_path / "again", [{"num_tokens": n} for n in (1, 5, 8)], env=env, cwd=work)
+    shutil.move(root, tmp_path / "again")  # opening an artifact does not depend on the folder that it was made in
+    report = compare(f"{model}:llama", tmp_path / "again", [{"num_tokens": n} for n in (2, 5, 8)], env=env, cwd=work)
     assert (report["calls"], report["failures"]) == (3, [])
 
 
-#: A script that defines its model; its classes and functions are those of `__main__` where it is run.
+#: A script that defines its model; if it is run, its classes and functions belong to `__main__`.
 SCRIPT = """
 import cgtool  # before torch, as a script may
 import dataclasses, enum, functools, sys
@@ -206,7 +225,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_that_defines_its_model_hits_what_was_warmed_from_outside(tmp_path):
+def test_a_script_that_defines_its_model_hits_an_entry_warmed_by_the_command(tmp_path):
     (tmp_path / "serve.py").write_text(SCRIPT)
     root = tmp_path / "cache"
     assert warm(f"{tmp_path / 'serve.py'}:build", root, "--adaptor", "eager")["compiled"] == 1
@@ -216,12 +235,11 @@ def test_a_script_that_defines_its_model_hits_what_was_warmed_from_outside(tmp_p
     assert python(str(tmp_path / "serve.py"), str(root), cwd=tmp_path / "other", env=env).out == "hit\n"
 
 
-def test_nothing_of_this_machine_is_in_the_cache(warmed, sized_cache, tmp_path):
+def test_the_cache_contains_no_paths_of_this_machine(warmed, native_llama, tmp_path):
     """No path of the model, of cgtool, of the cache or of a home is in any file."""
     inspect(warmed)
-    made_in = sized_cache("tiny_llama").root
-    names = [str(path).encode() for path in (REPO, warmed, made_in, tmp_path.parent)]
-    said = [
+    names = [str(path).encode() for path in (REPO, warmed, native_llama.root, tmp_path.parent)]
+    found = [
         (path.name, name) for path in warmed.rglob("*") if path.is_file() for name in names if name in path.read_bytes()
     ]
-    assert said == []
+    assert found == []

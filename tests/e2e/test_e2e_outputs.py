@@ -1,4 +1,4 @@
-"""A model that is loaded in a fresh process gives what eager gives, at every size and with every adaptor."""
+"""A model that is loaded in another process equals eager at every size, with every adaptor."""
 
 from __future__ import annotations
 
@@ -14,63 +14,65 @@ IMAGES = [{"batch": n} for n in (*range(1, 10), 15, 16, 17, 33)]
 
 
 def check(model, root, calls, **options):
-    """Every call equals eager's."""
+    """Check that every call equals eager's; return the report."""
     report = compare(model, root, calls, **options)
     assert report["failures"] == []
     assert report["calls"] == len(calls)
     return report
 
 
-#: The default, and what serves a piece that it does not take.
-ALL_ADAPTORS = ("aot_inductor", "inductor_standalone")
-ADAPTORS = ("aot_inductor", pytest.param("inductor_standalone", marks=pytest.mark.slow))
+#: The default, and the fallback for pieces that it cannot compile.
+ADAPTORS = ("aot_inductor", "inductor_standalone")
 
 
 def warmed(model, root, adaptor, *arguments):
-    """Warm with an adaptor, from which no piece may fall back."""
-    return unfallen(warm(model, root, "--adaptor", adaptor, *arguments), adaptor)
-
-
-def unfallen(report, adaptor):
-    """A report, after it was seen that every artifact of it is the adaptor's."""
+    """Warm with an adaptor, and check that no artifact fell back to another one."""
+    report = warm(model, root, "--adaptor", adaptor, *arguments)
     assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
     return report
 
 
-@pytest.fixture
-def sized(sized_cache):
-    """Return a function that warms a fixture for its sizes: the default once in a session, and copied from there."""
-
-    def made(name, root, adaptor):
-        if adaptor != "aot_inductor":
-            return warmed(f"{FIXTURES / name}.py:build", root, adaptor, "--compile-sizes", SIZES[name])
-        shared = sized_cache(name)
-        shared.copy(root)
-        return unfallen(shared.report, adaptor)
-
-    return made
+def sized(name, root, adaptor):
+    """Warm a fixture for its sizes, too."""
+    return warmed(f"{FIXTURES / name}.py:build", root, adaptor, "--compile-sizes", SIZES[name])
 
 
-def test_a_fixture_as_native_code_at_every_size(aot_cache):
-    """Compiled for the general shape alone, by whichever test came first; layers, and two dimensions, are slow."""
-    checked = check(f"{SERVED}:vision", aot_cache("vision"), IMAGES)
-    assert checked["imported"] == []
+def test_vision_as_native_code_at_every_size(native_vision):
+    """Variants for one image and for more, each of a single piece; layers and two dynamic dimensions are slow."""
+    assert check(f"{SERVED}:vision", native_vision.root, IMAGES)["imported"] == []
 
 
-@pytest.mark.parametrize("adaptor", [*ADAPTORS, pytest.param("inductor", marks=pytest.mark.slow), "eager"])
-def test_llama_with_each_adaptor(tmp_path, sized, adaptor):
-    root = tmp_path / "cache"
-    report = sized("tiny_llama", root, adaptor)
+def test_llama_as_native_code(native_llama):
+    """A single variant of nine pieces; the variant for one token is slow."""
+    report, model = native_llama.report, f"{SERVED}:llama"
+    assert (*counts(report), report["compiled"]) == (9, 4, 3, 3, 3)
+    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {"aot_inductor"}
+    assert check(model, native_llama.root, TOKENS[1:])["imported"] == []
+    # Options of `warm` may be repeated at `load`, but need not be.
+    check(model, native_llama.root, TOKENS[1:8], config={"adaptor": "aot_inductor", "compile_sizes": [8]})
+
+
+def check_llama(report, root, adaptor):
     assert (*counts(report), report["compiled"]) == (9, 4, 3, 6, 6)
+    assert {artifact["adaptor"] for artifact in report["artifacts"]} == {adaptor}
     checked = check(LLAMA, root, TOKENS)
     assert (checked["imported"] == []) == (adaptor in {"aot_inductor", "eager"})
-    # What was chosen at `warm` need not be said at `load`, and may be.
     check(LLAMA, root, TOKENS[:8], config={"adaptor": adaptor, "compile_sizes": [1]})
 
 
+def test_llama_with_eager_artifacts(eager_llama):
+    check_llama(eager_llama.report, eager_llama.root, "eager")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("adaptor", ALL_ADAPTORS)
-def test_mixture_of_experts(tmp_path, sized, adaptor):
+@pytest.mark.parametrize("adaptor", [*ADAPTORS, "inductor"])
+def test_llama_with_each_compiler(tmp_path, adaptor):
+    check_llama(sized("tiny_llama", tmp_path, adaptor), tmp_path, adaptor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_mixture_of_experts(tmp_path, adaptor):
     root = tmp_path / "cache"
     report = sized("tiny_moe", root, adaptor)
     assert (*counts(report), report["compiled"]) == (5, 2, 3, 9, 9)
@@ -78,9 +80,9 @@ def test_mixture_of_experts(tmp_path, sized, adaptor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adaptor", ALL_ADAPTORS)
-def test_encoder_over_batch_and_sequence(tmp_path, sized, adaptor):
-    """Two dynamic dimensions: one variant for both, one for each that is 1, one for both."""
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_encoder_over_batch_and_sequence(tmp_path, adaptor):
+    """Two dynamic dimensions have four variants: each dimension is 1 or not."""
     root = tmp_path / "cache"
     report = sized("tiny_encoder", root, adaptor)
     assert report["variants"] == 4
@@ -90,8 +92,8 @@ def test_encoder_over_batch_and_sequence(tmp_path, sized, adaptor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adaptor", ALL_ADAPTORS)
-def test_vision_over_batch(tmp_path, sized, adaptor):
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_vision_over_batch(tmp_path, adaptor):
     root = tmp_path / "cache"
     report = sized("tiny_vision", root, adaptor)
     assert counts(report)[:3] == (5, 2, 3)
@@ -99,7 +101,7 @@ def test_vision_over_batch(tmp_path, sized, adaptor):
     check(VISION, root, IMAGES)
 
 
-@pytest.mark.slow  # matrix products of these dtypes are tuned one by one
+@pytest.mark.slow  # matrix products of these dtypes are autotuned one by one
 @pytest.mark.parametrize("adaptor", ["inductor_standalone", "aot_inductor"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_llama_of_another_dtype(tmp_path, dtype, adaptor):

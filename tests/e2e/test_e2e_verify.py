@@ -1,4 +1,4 @@
-"""`verify` beside the real thing: what load refuses it never promises, what it mends runs, what it opens opens."""
+"""`verify` and `load` agree: on what loads, on what a repair makes loadable, and on what opens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_harness import LLAMA, cgtool
+from e2e_harness import SERVED, cgtool
 from msgspec.structs import replace
 from syscalls import each_kill
 
@@ -52,15 +52,15 @@ def compiled(root: Path) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def doubler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("eager") / "cache"
     compiled(root)
     return root
 
 
 @pytest.fixture
-def root(eager_cache: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(eager_cache, tmp_path / "cache"))
+def root(doubler_cache: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(doubler_cache, tmp_path / "cache"))
 
 
 def only_name(root: Path) -> RankName:
@@ -76,7 +76,7 @@ def rekeyed(
     change: Callable[[dict[str, Any]], None],
     rows: Callable[[Manifest], Manifest] = lambda m: m,
 ) -> RankName:
-    """Publish an entry in another cache under changed factors."""
+    """Publish the entry of a cache in another one, with changed key factors."""
     layout, name = CacheLayout(root=root), only_name(root)
     key, entry = read_key(layout, name.hash), read_entry(layout, name, files=RANK_FILES)
     factors = dict(key.factors)
@@ -110,46 +110,48 @@ def setter(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         pytest.param(setter("triton", value="1.0"), id="triton"),
         pytest.param(setter("python", value="cpython 2.7"), id="python"),
         pytest.param(setter("compiler", value="tcc"), id="compiler"),
-        pytest.param(setter("compiler", value=None), id="no compiler then"),
+        pytest.param(setter("compiler", value=None), id="no compiler"),
         pytest.param(setter("target", "cpu", "machine", value="vax"), id="processor"),
         pytest.param(setter("target", "cpu", "capability", value="MMX"), id="capability"),
         pytest.param(setter("target", "cpu", "instructions", value="0" * 64), id="instructions"),
         pytest.param(setter("target", "accelerators", value=["sm_10 x1"]), id="accelerators"),
         pytest.param(setter("inductor_environment", value={"TORCHINDUCTOR_X": "1"}), id="variable"),
-        pytest.param(setter("moon", value="full"), id="a factor of the future"),
+        pytest.param(setter("moon", value="full"), id="an unknown factor"),
     ],
 )
-def test_the_verdict_promises_a_load_exactly_where_load_hits(
-    eager_cache: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+def test_the_verdict_is_optimal_exactly_if_load_hits(
+    doubler_cache: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    name = rekeyed(eager_cache, tmp_path, change)
-    said = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
+    name = rekeyed(doubler_cache, tmp_path, change)
+    found = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
     try:
         package.load(Doubler().eval(), cache_dir=tmp_path)
         hit = True
     except CacheMissError:
         hit = False
-    assert (said.level == "optimal") is hit
-    assert (said.level == "unsupported") is not hit
+    assert (found.level == "optimal") is hit
+    assert (found.level == "unsupported") is not hit
 
 
-def test_without_a_compiler_the_verdict_and_load_agree(eager_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_verdict_and_load_agree(doubler_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/c++")
-    key = read_key(CacheLayout(root=eager_cache), only_name(eager_cache).hash)
+    key = read_key(CacheLayout(root=doubler_cache), only_name(doubler_cache).hash)
     assert verdict(key, this_machine()).level == "optimal"
-    package.load(Doubler().eval(), cache_dir=eager_cache)
+    package.load(Doubler().eval(), cache_dir=doubler_cache)
 
 
-def test_a_process_that_must_set_precision_is_told_so(eager_cache: Path, tmp_path: Path) -> None:
-    name = rekeyed(eager_cache, tmp_path, setter("precision", "float32_matmul", value="high"))
-    said = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
-    assert said.level == "loads"
+def test_an_entry_for_another_precision_loads_only_after_the_process_sets_it(
+    doubler_cache: Path, tmp_path: Path
+) -> None:
+    name = rekeyed(doubler_cache, tmp_path, setter("precision", "float32_matmul", value="high"))
+    found = verdict(read_key(CacheLayout(root=tmp_path), name.hash), this_machine())
+    assert found.level == "loads"
     assert verify(cache_dir=tmp_path).ok
     assert not verify(cache_dir=tmp_path, strict=True).ok
     with pytest.raises(CacheMissError, match="float32_matmul"):
         package.load(Doubler().eval(), cache_dir=tmp_path)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # and with it, what each backend does, which the entry does not have
+    torch.set_float32_matmul_precision("high")  # which also sets the backends, unlike the entry
     try:
         with pytest.raises(CacheMissError, match="fp32_precision_matmul") as missed:
             package.load(Doubler().eval(), cache_dir=tmp_path)
@@ -175,8 +177,8 @@ def loaded_files(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ["computation_graph.py", "transformed_code.py"])
-def test_after_a_flip_in_what_people_read_compile_mends(root: Path, name: str) -> None:
-    """Nothing runs from these files, so load serves; who may compile makes them again."""
+def test_compile_repairs_files_that_only_people_read(root: Path, name: str) -> None:
+    """Nothing runs from these files, so load serves the entry; compile generates them again."""
     flip(CacheLayout(root=root).rank_dir(only_name(root)) / name, random.Random(7))
     package.load(Doubler().eval(), cache_dir=root)
     with torch.no_grad():
@@ -184,9 +186,7 @@ def test_after_a_flip_in_what_people_read_compile_mends(root: Path, name: str) -
     assert check_entry(CacheLayout(root=root), only_name(root).hash).problems == []
 
 
-def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or_mended(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_repair_killed_at_any_syscall_leaves_the_cache_unchanged_or_repaired(root: Path, tmp_path: Path) -> None:
     path = loaded_files(root)[3]
     path.unlink()
     for unit in (root / "torch_compile_cache" / "units").rglob(path.name):
@@ -202,17 +202,17 @@ def test_killed_at_any_call_a_repair_that_compiles_leaves_the_cache_as_before_or
     assert len(found) > 10
 
 
-def test_a_hole_is_found_and_compiled(eager_cache: Path, tmp_path: Path) -> None:
-    rekeyed(eager_cache, tmp_path, lambda _: None, rows=lambda manifest: replace(manifest, rows=()))
-    found = verify(cache_dir=tmp_path)
-    assert [(hole.piece_index, hole.shape) for hole in found.entries[0].holes] == [(0, {})]
-    assert not found.ok
+def test_a_missing_artifact_is_found_and_compiled(doubler_cache: Path, tmp_path: Path) -> None:
+    rekeyed(doubler_cache, tmp_path, lambda _: None, rows=lambda manifest: replace(manifest, rows=()))
+    report = verify(cache_dir=tmp_path)
+    assert [(hole.piece_index, hole.shape) for hole in report.entries[0].holes] == [(0, {})]
+    assert not report.ok
     assert verify(cache_dir=tmp_path, repair=True).ok
     package.load(Doubler().eval(), cache_dir=tmp_path)
 
 
-def test_an_entry_of_another_machine_is_not_compiled_for_here(eager_cache: Path, tmp_path: Path) -> None:
-    name = rekeyed(eager_cache, tmp_path, setter("torch", "version", value="2.0.0"))
+def test_repair_does_not_compile_for_another_machine(doubler_cache: Path, tmp_path: Path) -> None:
+    name = rekeyed(doubler_cache, tmp_path, setter("torch", "version", value="2.0.0"))
     artifact = next((CacheLayout(root=tmp_path).entry_dir(name.hash) / "artifacts").iterdir())
     artifact.unlink()
     report = verify(cache_dir=tmp_path, repair=True)
@@ -221,14 +221,13 @@ def test_an_entry_of_another_machine_is_not_compiled_for_here(eager_cache: Path,
     assert not artifact.exists()
 
 
-def test_load_opens_every_artifact_and_calls_the_model_where_nothing_compiles(sized_cache: Any) -> None:
-    cache = sized_cache("tiny_llama")
-    ran = cgtool("verify", "--cache-dir", cache.root, "--load", "--model", LLAMA, "--json")
+def test_verify_load_opens_every_artifact_and_calls_the_model_without_compiling(native_llama: Any) -> None:
+    ran = cgtool("verify", "--cache-dir", native_llama.root, "--load", "--model", f"{SERVED}:llama", "--json")
     load = ran.report["load"]
     (entry,) = load["entries"]
-    assert entry["opened"] == len({artifact["digest"] for artifact in cache.report["artifacts"]})
+    assert entry["opened"] == len({artifact["digest"] for artifact in native_llama.report["artifacts"]})
     assert entry["problems"] == []
-    assert load["model"] == {"hash": cache.report["hash"], "called": True, "sentence": ""}
+    assert load["model"] == {"hash": native_llama.report["hash"], "called": True, "sentence": ""}
     assert load["compiled"] == []
 
 
@@ -238,15 +237,15 @@ __attribute__((constructor)) static void crash() { raise(SIGSEGV); }
 """
 
 
-def test_an_artifact_that_kills_its_process_is_named(sized_cache: Any, tmp_path: Path) -> None:
-    root = sized_cache("tiny_llama").root
+def test_an_artifact_that_crashes_its_process_is_reported(native_llama: Any, tmp_path: Path) -> None:
+    root = native_llama.root
     (tmp_path / "crash.cpp").write_text(CRASHES)
     library = tmp_path / "crash.so"
     subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "crash.cpp"], check=True)
-    whole = read_entry(CacheLayout(root=root), only_name(root))
-    row = whole.manifest.rows[-1]
-    metadata = unpack(whole.artifact(row.artifact)).metadata
-    origin, _ = split_origin(whole.artifact(row.artifact), "pt2")
+    entry = read_entry(CacheLayout(root=root), only_name(root))
+    row = entry.manifest.rows[-1]
+    metadata = unpack(entry.artifact(row.artifact)).metadata
+    origin, _ = split_origin(entry.artifact(row.artifact), "pt2")
     data = with_origin(pack(Package(native=library.read_bytes(), metadata=metadata)), "pt2", origin)
 
     def with_crash(manifest: Manifest) -> Manifest:
@@ -263,7 +262,7 @@ def test_an_artifact_that_kills_its_process_is_named(sized_cache: Any, tmp_path:
     assert "crashed with SIGSEGV. Warm the model again on this machine." in ran.out
 
 
-ASKS_A_COMPILER = """
+CALLS_A_COMPILER = """
 import subprocess
 
 import torch
@@ -280,9 +279,9 @@ def build():
 """
 
 
-def test_a_compiler_that_is_tried_fails_and_is_told_of(tmp_path: Path) -> None:
-    model = tmp_path / "asks.py"
-    model.write_text(ASKS_A_COMPILER)
+def test_verify_load_reports_an_attempt_to_compile(tmp_path: Path) -> None:
+    model = tmp_path / "compiling.py"
+    model.write_text(CALLS_A_COMPILER)
     root = tmp_path / "cache"
     assert cgtool("warm", f"{model}:build", "--adaptor", "eager", "--cache-dir", root).code == 0
     ran = cgtool("verify", "--cache-dir", root, "--load", "--model", f"{model}:build")

@@ -1,4 +1,4 @@
-"""Calls as users make them: right as eager, or refused in a sentence that says what to do, and nothing in between."""
+"""Calls either equal eager or raise an error that says what to do."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")
-def vision(aot_cache):
-    """A loaded model that takes floats, and what it takes."""
+def vision(native_vision):
+    """A loaded model of floating-point images, and its example images."""
     spec = fixture_spec("vision")
-    root = aot_cache("vision")
     with torch.no_grad():
-        return cgtool.load(spec.module, cache_dir=root), spec.calls[0].args[0]
+        return cgtool.load(spec.module, cache_dir=native_vision.root), spec.calls[0].args[0]
 
 
 @pytest.fixture(scope="module")
-def llama(aot_cache):
-    """A loaded model that takes whole numbers, and what it takes."""
+def llama(native_llama):
+    """A loaded model of integer tokens and positions, and its example arguments."""
     spec = fixture_spec("llama")
-    root = aot_cache("llama")
     with torch.no_grad():
-        return cgtool.load(spec.module, cache_dir=root), spec.calls[0].args
+        return cgtool.load(spec.module, cache_dir=native_llama.root), spec.calls[0].args
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +38,14 @@ def no_grad():
         yield
 
 
-def right(loaded, *args):
-    """The call gives what eager gives for contiguous copies of the same values."""
+def check(loaded, *args):
+    """Check that a call equals eager's for contiguous copies of the arguments."""
     expected = loaded.module(*(arg.detach().clone().contiguous() for arg in args))
     difference(loaded(*args), expected)
-    return True
 
 
 def misaligned(images):
-    """The same values where no vector instruction that wants aligned memory may read them."""
+    """Return the same values at an address that aligned vector instructions cannot read."""
     view = torch.empty(images.numel() + 1)[1:].view(images.shape).copy_(images)
     assert view.data_ptr() % 16
     return view
@@ -69,54 +66,54 @@ SERVED = {
 
 
 @pytest.mark.parametrize("make", SERVED.values(), ids=SERVED)
-def test_a_call_is_right(vision, make):
+def test_a_call_equals_eager(vision, make):
     loaded, images = vision
-    assert right(loaded, make(images))
+    check(loaded, make(images))
     with torch.inference_mode():
-        assert right(loaded, make(images))
+        check(loaded, make(images))
 
 
-def test_one_tensor_for_both_arguments_is_right(llama):
+def test_one_tensor_may_be_passed_for_both_arguments(llama):
     loaded, (_, positions) = llama
-    assert right(loaded, positions, positions)
+    check(loaded, positions, positions)
 
 
-def test_a_token_that_the_model_does_not_have_is_an_index_error(llama):
-    """Native code checks indices in loops that OpenMP runs, where an error would end the process."""
+def test_a_token_out_of_range_is_an_index_error(llama):
+    """Native code checks indices in OpenMP loops, where a C++ exception would end the process."""
     loaded, (input_ids, positions) = llama
     for token in (loaded.embed_tokens.num_embeddings, -1):
         for model in (loaded.module, loaded):
             with pytest.raises(IndexError, match=r"(out of range in self|an index out of range)"):
                 model(torch.full_like(input_ids, token), positions)
-    assert right(loaded, input_ids, positions)
+    check(loaded, input_ids, positions)
 
 
 def test_dual_numbers_are_refused(vision):
     loaded, images = vision
     with torch.autograd.forward_ad.dual_level(), pytest.raises(cgtool.GuardError, match=r"^A dual level of"):
         loaded(images)
-    assert right(loaded, images)
+    check(loaded, images)
 
 
-def test_what_records_ops_is_refused(vision):
-    """Of native code it would record the numbers of one call."""
+def test_torch_jit_trace_is_refused(vision):
+    """It would record the results of native code as constants."""
     loaded, images = vision
     with pytest.raises(cgtool.GuardError, match=r"^torch\.jit\.trace cannot see ops inside compiled code"):
         torch.jit.trace(loaded, (images,))
-    assert right(loaded, images)
+    check(loaded, images)
 
 
-def test_modes_of_torch_that_change_what_ops_do_are_refused(vision):
+def test_torch_modes_that_change_ops_are_refused(vision):
     loaded, images = vision
     with torch.device("meta"), pytest.raises(cgtool.GuardError, match="default device is 'meta'"):
         loaded(images)
     with pytest.raises(cgtool.GuardError, match="functorch transform"):
         torch.vmap(loaded)(images.unsqueeze(0))
-    assert right(loaded, images)
+    check(loaded, images)
 
 
-def test_what_was_given_is_left_as_it_was(vision):
-    """A piece may write into memory that it was given by another piece, never into what the caller holds."""
+def test_a_call_does_not_write_to_its_arguments_or_earlier_outputs(vision):
+    """A piece may write to memory from another piece, but never to memory that the caller holds."""
     loaded, images = vision
     before = images.clone()
     first = loaded(images)

@@ -1,4 +1,4 @@
-"""Processes as services start them: without standard streams, a home, much memory or many files; and stopped midway."""
+"""Processes without standard streams, a home, much memory or many files, and processes that are interrupted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from hold_harness import CHILD, Bare
 
 pytestmark = pytest.mark.torch
 
-WELL = {"error": None, "heavy": []}
 
-
-def well(report):
-    near = report["worst"] is not None and report["worst"] < 2e-5
-    return near and report["error"] is None and report["heavy"] == []
+def succeeded(report):
+    """Return whether a start imported no compiler and its output equals eager's."""
+    is_close = report["worst"] is not None and report["worst"] < 2e-5
+    return is_close and report == {"error": None, "heavy": [], "worst": report["worst"]}
 
 
 @pytest.fixture
@@ -27,11 +26,11 @@ def bare(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def root(aot_cache):
-    return aot_cache("llama")
+def root(native_llama):
+    return native_llama.root
 
 
-#: Closes the standard streams as a daemon does, and lets the next files that are opened have their numbers.
+#: Closes the standard streams as a daemon does, so that the next files to be opened get their descriptors.
 DAEMON = """
 import os, runpy, sys
 for descriptor in (0, 1, 2):
@@ -45,15 +44,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_closed_standard_streams_serve(bare, root, tmp_path):
+def test_a_process_with_closed_standard_streams_serves(bare, root, tmp_path):
     answer = tmp_path / "answer.json"
     program = ["-c", DAEMON, str(CHILD), json.dumps(["llama", str(root)]), str(answer)]
     ran = bare.run([sys.executable, *program], env={"HOME": None})
     assert ran.code == 0
-    assert well(json.loads(answer.read_text()))
+    assert succeeded(json.loads(answer.read_text()))
 
 
-#: Room for what torch itself takes, few open files, and no core dumps.
+#: Allows little more memory than torch itself needs, few open files, and no core dumps.
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
@@ -62,12 +61,12 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 """
 
 
-def test_little_memory_and_few_files_serve(bare, root):
+def test_a_process_with_little_memory_and_few_files_serves(bare, root):
     report = bare.start("llama", root, before=LIMITED)
-    assert well(report), report
+    assert succeeded(report), report
 
 
-#: Is interrupted at another instant of every load, as Ctrl-C would do it, and loads once more at the end.
+#: Interrupts each load at another instant, as Ctrl-C does, and loads once more at the end.
 INTERRUPTED = """
 import os, signal, sys, time, torch, tiny_llama, cgtool
 spec = tiny_llama.build()
@@ -94,7 +93,7 @@ print(interrupted > 5, same, len(os.listdir("/proc/self/fd")) - before)
 """
 
 
-def test_ctrl_c_at_any_instant_of_a_load_leaves_nothing_behind(bare, root):
+def test_ctrl_c_at_any_instant_of_a_load_leaves_no_files(bare, root):
     ran = bare.fork(INTERRUPTED, root)
     assert ran.out == "True True 0\n", ran.err
     assert bare.written() == []
@@ -112,19 +111,19 @@ def test_ctrl_c_while_loading_ends_the_process(bare, root):
     )
     try:
         assert process.stdout.readline() == "1\n"
-        said = None
-        for _ in range(5):  # Python drops one that falls into the finalizer of what the last load made
+        err = None
+        for _ in range(5):  # Python drops a KeyboardInterrupt that is raised in a finalizer
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                _, said = process.communicate(timeout=20)
+                _, err = process.communicate(timeout=20)
                 break
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT
-    assert said.strip().endswith("KeyboardInterrupt")
+    assert err.strip().endswith("KeyboardInterrupt")
 
 
-#: Loads and calls in a child made by fork, after the parent loaded; and in threads that the parent never had.
+#: Loads and calls the model in a forked child, after the parent has loaded it.
 FORK = """
 import os, sys, threading, torch, tiny_llama, cgtool
 spec = tiny_llama.build()
@@ -143,12 +142,12 @@ print(same, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_fork_serves_what_its_parent_loaded_and_loads_for_itself(bare, root):
+def test_a_forked_child_serves_its_parents_model_and_can_load_it_again(bare, root):
     ran = bare.fork(FORK, root)
     assert ran.out == "True 0\n", ran.err
 
 
-def test_nothing_stays_open_and_nothing_is_left_after_many_loads(bare, root):
+def test_many_loads_leave_no_open_files_and_no_files_on_disk(bare, root):
     program = """
 import os, sys, torch, tiny_llama, cgtool
 module = tiny_llama.build().module

@@ -1,4 +1,4 @@
-"""A server that has nothing but a read-only cache, without compiler, home or room for temporary files: it starts."""
+"""Servers start from a read-only cache, without a compiler, a home or room for temporary files."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import subprocess
 import sys
 
 import pytest
-from hold_harness import CHILD, NAMES, Bare, warm_model
+from hold_harness import CHILD, Bare, warm_model
 
 from cgtool.host import compiler_version
 
 pytestmark = pytest.mark.torch
 
-#: What a start that went well reports, beside how near it came to eager.
-WELL = {"error": None, "heavy": []}
-NEAR = 2e-5
 
-
-def well(report):
-    near = report["worst"] is not None and report["worst"] < NEAR
-    return near and {**report, "worst": None} == {**WELL, "worst": None}
+def succeeded(report):
+    """Return whether a start imported no compiler and its output equals eager's."""
+    is_close = report["worst"] is not None and report["worst"] < 2e-5
+    return is_close and report == {"error": None, "heavy": [], "worst": report["worst"]}
 
 
 @pytest.fixture
@@ -31,48 +28,52 @@ def bare(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def moved(aot_cache, tmp_path_factory):
-    """A copy of a copy of the cache, on a read-only disk where that can be had; the first copy is gone."""
-    folder = tmp_path_factory.mktemp("moved")
+def moved(native_llama, tmp_path_factory):
+    """A copy of a copy of Llama's cache; the first copy is gone."""
+    return moved_twice(native_llama.root, tmp_path_factory.mktemp("moved"))
+
+
+def moved_twice(root, folder):
     first, second = folder / "first" / "cache", folder / "second" / "of another" / "name"
-    shutil.copytree(aot_cache(*NAMES), first)
+    shutil.copytree(root, first)
     shutil.copytree(first, second)
     shutil.rmtree(first)
     return second
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fixture_starts_where_there_is_nothing_but_a_read_only_copy_of_a_cache(moved, read_only, bare, name):
-    report = bare.start_from_nothing(name, read_only(moved))
-    assert well(report), report
+@pytest.mark.parametrize("name", ["llama", "vision"])
+def test_a_server_starts_with_only_a_read_only_copy_of_a_cache(request, read_only, bare, tmp_path, name):
+    root = request.getfixturevalue(f"native_{name}").root
+    report = bare.start_fresh(name, read_only(moved_twice(root, tmp_path)))
+    assert succeeded(report), report
     assert bare.written() == []
-    # It may be asked which one it is, and is asked for nothing else.
+    # The compiler may be asked for its version, and for nothing else.
     assert set(bare.tried()) <= {"g++ --version"}
 
 
-def test_a_path_without_any_program_and_no_home_serve(moved, bare):
+def test_an_empty_path_and_no_home_do_not_prevent_serving(moved, bare):
     report = bare.start("llama", moved, env={"PATH": "", "HOME": None})
-    assert well(report), report
+    assert succeeded(report), report
 
 
-def test_a_miss_on_a_machine_without_a_compiler_does_not_speak_of_compilers(moved, bare):
+def test_a_miss_without_a_compiler_does_not_mention_compilers(moved, bare):
     report = bare.start("llama", moved, env={"TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
-    name, sentence = report["error"]
+    name, message = report["error"]
     assert name == "CacheMissError"
-    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in sentence
-    assert "compiler" not in sentence
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in message
+    assert "compiler" not in message
 
 
-@pytest.mark.skipif(compiler_version() is None, reason="the entry is keyed on the compiler that there is")
-def test_another_compiler_is_a_miss_that_names_it(moved, bare):
+@pytest.mark.skipif(compiler_version() is None, reason="the key of the entry has no compiler")
+def test_a_miss_because_of_another_compiler_names_it(moved, bare):
     (bare.tools / "g++").write_text('#!/bin/sh\necho "g++ (Other) 99.1.0"\n')
     report = bare.start("llama", moved)
-    name, sentence = report["error"]
+    name, message = report["error"]
     assert name == "CacheMissError"
-    assert f'compiler was "{compiler_version()}" and is "(Other) 99.1.0" now' in sentence
+    assert f'compiler was "{compiler_version()}" and is "(Other) 99.1.0" now' in message
 
 
-#: Every folder that a temporary file may go to is made read-only, in a mount namespace of its own.
+#: Makes every folder for temporary files read-only, in a mount namespace of its own.
 NOWHERE = """
 for folder in /tmp /var/tmp /dev/shm; do
     mount --bind "$folder" "$folder" && mount -o remount,bind,ro "$folder" || exit 77
@@ -81,12 +82,11 @@ exec "$@"
 """
 
 
-def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
-    """Not even one for a few hundred bytes: what is missing is named, and what to do."""
+def test_a_missing_temporary_folder_is_an_error_that_says_what_to_set(moved, bare):
     unshare = shutil.which("unshare")
     probe = unshare and subprocess.run([unshare, "-m", "true"], check=False, capture_output=True)
     if not probe or probe.returncode:
-        pytest.skip("a mount namespace needs rights that this process has not")
+        pytest.skip("needs the right to create a mount namespace")
     ran = bare.run(
         [
             unshare,
@@ -103,7 +103,7 @@ def test_no_temporary_folder_at_all_is_a_sentence(moved, bare):
         cwd="/proc",
     )
     if ran.code == 77:
-        pytest.skip("the system's folders cannot be mounted anew here")
+        pytest.skip("needs the right to remount the system's folders")
     report = ran.report
     assert report["error"][0] == "NoRoomError", report
     assert "Set TMPDIR to a writable folder." in report["error"][1]
@@ -122,8 +122,8 @@ except cgtool.CgtoolError as error:
 
 
 @pytest.mark.slow
-def test_inductors_own_artifacts_say_that_they_need_a_compiler(bare, tmp_path):
-    """On the CPU torch builds their kernels as it opens them, where its own cache does not have them."""
+def test_inductor_artifacts_report_that_they_need_a_compiler(bare, tmp_path):
+    """On the CPU, torch builds their kernels when it opens them, unless its own cache has them."""
     warm_model(f"{CHILD.parent / 'hold_models.py'}:tied", tmp_path / "cache", adaptor="inductor_standalone")
     ran = bare.run([sys.executable, "-c", INDUCTOR, str(tmp_path / "cache"), str(CHILD.parent)])
     assert ran.out.startswith(

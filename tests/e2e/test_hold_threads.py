@@ -1,4 +1,4 @@
-"""Several threads call one loaded model at once, while another swaps its weights: each answer is one of eager's."""
+"""Threads that call one loaded model at the same time, also while another thread replaces its weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NEAR = 2e-5
 
 
 def arguments(index, call):
-    """Other tokens and another number of them for each thread and call; some of one token."""
-    tokens = 1 + (index * 7 + call * 5) % 40
+    """Return different tokens, and a different number of them, for each thread and call."""
+    tokens = 2 + (index * 7 + call * 5) % 40
     seed = torch.Generator().manual_seed(1000 * index + call)
     return torch.randint(0, 256, (tokens,), generator=seed), torch.arange(tokens)
 
 
 def at_once(work):
-    """Run `work(index)` in as many threads as there are, all started together; raise what any of them raised."""
+    """Run `work(index)` in all threads, started together, and raise the first error of any of them."""
     ready = threading.Barrier(THREADS)
 
     def run(index):
@@ -42,19 +42,18 @@ def at_once(work):
             done.result(timeout=240)
 
 
-def same(found, expected):
-    return found.shape == expected.shape and (found - expected).abs().max().item() < NEAR
+def same(output, expected):
+    return output.shape == expected.shape and (output - expected).abs().max().item() < NEAR
 
 
 @pytest.fixture(params=["aot_inductor", "eager"])
-def loaded(request, aot_cache, eager_cache):
-    module = fixture_spec("llama").module
-    root = aot_cache("llama") if request.param == "aot_inductor" else eager_cache
+def loaded(request):
+    cache = request.getfixturevalue("native_llama" if request.param == "aot_inductor" else "eager_llama")
     with torch.no_grad():
-        yield cgtool.load(module, cache_dir=root)
+        yield cgtool.load(fixture_spec("llama").module, cache_dir=cache.root)
 
 
-def test_threads_get_their_own_answers(loaded):
+def test_threads_get_their_own_results(loaded):
     expected = {}
     with torch.no_grad():
         for index in range(THREADS):
@@ -62,7 +61,7 @@ def test_threads_get_their_own_answers(loaded):
                 expected[index, call] = loaded.module(*arguments(index, call))
 
     def work(index):
-        mode = torch.inference_mode if index % 2 else torch.no_grad  # grad mode is each thread's own
+        mode = torch.inference_mode if index % 2 else torch.no_grad  # grad mode is per thread
         with mode():
             for call in range(CALLS):
                 assert same(loaded(*arguments(index, call)), expected[index, call]), (index, call)
@@ -70,8 +69,8 @@ def test_threads_get_their_own_answers(loaded):
     at_once(work)
 
 
-def test_a_thread_that_forgets_no_grad_is_told(loaded):
-    """Grad mode is on in a new thread, whatever the one that loaded had chosen."""
+def test_a_thread_without_no_grad_gets_an_error_that_names_it(loaded):
+    """Grad mode is on in a new thread, whatever the mode of the thread that loaded the model."""
 
     def work(_):
         with pytest.raises(cgtool.GuardError, match=r"call the model under torch\.no_grad\(\)"):
@@ -80,16 +79,16 @@ def test_a_thread_that_forgets_no_grad_is_told(loaded):
     at_once(work)
 
 
-def test_weights_that_are_assigned_meanwhile_are_the_old_or_the_new_ones(loaded):
-    """What is promised: a call reads each tensor once, at its start, and assignment writes into none that it holds."""
+def test_each_call_uses_the_old_or_the_new_weights_while_they_are_assigned(loaded):
+    """A call reads each tensor once, at its start, and assignment does not write to tensors that a call holds."""
     module, name = loaded.module, "norm.weight"
     with torch.no_grad():
         old = module.get_parameter(name).detach().clone()
         new = old * -3
         calls = [arguments(index, 3) for index in range(THREADS)]
-        answers = [[module(*call)] for call in calls]
-        loaded_with(module, name, new)
-        for call, both in zip(calls, answers, strict=True):
+        outputs = [[module(*call)] for call in calls]
+        assign(module, name, new)
+        for call, both in zip(calls, outputs, strict=True):
             both.append(module(*call))
     stop = threading.Event()
     seen = [set() for _ in range(THREADS)]
@@ -97,16 +96,16 @@ def test_weights_that_are_assigned_meanwhile_are_the_old_or_the_new_ones(loaded)
     def swap():
         while not stop.is_set():
             for value in (old, new):
-                loaded_with(module, name, value)
+                assign(module, name, value)
                 time.sleep(0.0005)
 
     def work(index):
         with torch.inference_mode():
             for call in range(400):
-                found = loaded(*calls[index])
-                fits = [i for i, answer in enumerate(answers[index]) if same(found, answer)]
-                assert fits, index
-                seen[index].update(fits)
+                output = loaded(*calls[index])
+                matches = [i for i, expected in enumerate(outputs[index]) if same(output, expected)]
+                assert matches, index
+                seen[index].update(matches)
                 if len(seen[index]) == 2 and call > 40:
                     break
 
@@ -117,8 +116,8 @@ def test_weights_that_are_assigned_meanwhile_are_the_old_or_the_new_ones(loaded)
     finally:
         stop.set()
         swapper.join()
-    assert {0, 1} == set.union(*seen)
+    assert set.union(*seen) == {0, 1}
 
 
-def loaded_with(module, name, value):
+def assign(module, name, value):
     module.load_state_dict({name: value}, strict=False, assign=True)

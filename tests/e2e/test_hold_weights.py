@@ -1,4 +1,4 @@
-"""Weights that change after load, before it, or while a model is built without memory: never a stale value."""
+"""Weights that change after load, before it, or on a model built on the meta device: no call uses a stale value."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def no_grad():
 
 
 @pytest.fixture(scope="module")
-def root(aot_cache):
-    return aot_cache("llama")
+def root(native_llama):
+    return native_llama.root
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def spec():
 
 
 def state(module, factor=1.0):
-    """Other values for every tensor, of the same make."""
+    """Return new values with the same shapes for every tensor."""
     seed = torch.Generator().manual_seed(5)
-    found = {}
+    values = {}
     for name, value in module.state_dict().items():
-        found[name] = torch.randn(value.shape, generator=seed) * factor / value.shape[-1] ** 0.5
-    return found
+        values[name] = torch.randn(value.shape, generator=seed) * factor / value.shape[-1] ** 0.5
+    return values
 
 
 def owner(module):
@@ -62,7 +62,7 @@ def copied(module):
     module.load_state_dict(state(module))
 
 
-def taken_over(module):
+def copied_with_assign(module):
     module.load_state_dict(state(module), assign=True)
 
 
@@ -103,7 +103,7 @@ def module_replaced(module):
     module.layers[1].mlp = copy.deepcopy(module.layers[0].mlp)
 
 
-def memory_given_anew(module):
+def moved_by_to_empty(module):
     values = state(module)
     kept = module.layers[0].self_attn.rotary.cos_sin.clone()
     module.to_empty(device="cpu")
@@ -121,7 +121,7 @@ CHANGES = [
     assigned,
     assigned_past_the_module,
     copied,
-    taken_over,
+    copied_with_assign,
     written,
     written_through_a_view,
     swapped_data,
@@ -130,33 +130,33 @@ CHANGES = [
     made_in_inference_mode,
     buffer_assigned,
     module_replaced,
-    memory_given_anew,
+    moved_by_to_empty,
     cast_and_back,
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_call_takes_the_new_values(root, spec, change):
+def test_the_next_call_uses_the_new_values(root, spec, change):
     args = spec.calls[0].args
     loaded = cgtool.load(spec.module, cache_dir=root)
     before = loaded(*args)
-    for mode in (torch.no_grad, torch.inference_mode):  # a call of either kind comes first after some change
+    for mode in (torch.no_grad, torch.inference_mode):  # the first call after a change may be of either kind
         change(spec.module)
         with mode():
-            found = loaded(*args)
-            difference(found, spec.module(*args))
-    assert (found - before).abs().max() > 1e-3
+            output = loaded(*args)
+            difference(output, spec.module(*args))
+    assert (output - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_weights_may_be_loaded_before_load_as_well(root, spec, assign):
+def test_weights_may_change_before_load(root, spec, assign):
     args = spec.calls[0].args
     spec.module.load_state_dict(state(spec.module), assign=assign)
     loaded = cgtool.load(spec.module, cache_dir=root)
     difference(loaded(*args), spec.module(*args))
 
 
-def test_a_model_without_memory_is_told_to_get_some_and_is_served_then(root):
+def test_a_model_on_the_meta_device_is_served_after_to_empty_as_the_error_says(root):
     with torch.device("meta"):
         spec = fixture_spec("llama")
     args = [arg.new_ones(arg.shape, device="cpu") for arg in spec.calls[0].args]
@@ -170,7 +170,7 @@ def test_a_model_without_memory_is_told_to_get_some_and_is_served_then(root):
     difference(cgtool.load(spec.module, cache_dir=root)(*args), real(*args))
 
 
-def test_a_model_without_memory_takes_over_what_was_read(root):
+def test_a_model_on_the_meta_device_is_served_after_assignment_of_its_weights(root):
     with torch.device("meta"):
         module = fixture_spec("llama").module
     real = fixture_spec("llama")
@@ -181,14 +181,14 @@ def test_a_model_without_memory_takes_over_what_was_read(root):
     difference(cgtool.load(module, cache_dir=root)(*args), real.module(*args))
 
 
-def test_a_fake_model_is_refused_in_a_sentence(root):
+def test_a_fake_model_is_refused_with_an_error(root):
     with FakeTensorMode():
         module = fixture_spec("llama").module
     with pytest.raises(cgtool.CgtoolError, match="is of type FakeTensor"):
         cgtool.load(module, cache_dir=root)
 
 
-def test_a_model_that_goes_elsewhere_and_comes_back_is_served(root, spec):
+def test_a_model_that_moves_to_another_device_and_back_is_served(root, spec):
     args = spec.calls[0].args
     loaded = cgtool.load(spec.module, cache_dir=root)
     values = copy.deepcopy(spec.module.state_dict())
@@ -233,7 +233,7 @@ def test_tied_weights_change_together(tied):
 
 
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_tied_weights_that_are_untied_are_refused(tied, which):
+def test_weights_that_are_no_longer_tied_are_refused(tied, which):
     loaded, x = tied
     getattr(loaded.module, which).weight = nn.Parameter(loaded.module.first.weight.clone())
     with pytest.raises(cgtool.GuardError, match=r"weight.*weight were one object when this was compiled"):
@@ -242,8 +242,8 @@ def test_tied_weights_that_are_untied_are_refused(tied, which):
     difference(loaded(x), loaded.module(x))
 
 
-def test_untied_weights_of_assign_are_refused(tied):
-    """`load_state_dict(assign=True)` gives each name a parameter of its own."""
+def test_weights_untied_by_load_state_dict_are_refused(tied):
+    """`load_state_dict(assign=True)` gives each name its own parameter."""
     loaded, x = tied
     values = {name: value.clone() for name, value in loaded.module.state_dict().items()}
     loaded.module.load_state_dict(values, assign=True)
