@@ -1,6 +1,6 @@
-"""A small transformer that `parallelize_module` splits among ranks, and one of transformers that splits itself.
+"""A small transformer that `parallelize_module` shards, and one of transformers that shards itself.
 
-The program: `sharded_model.py FUNCTION ARGUMENT...` prints what a function gives as this rank's JSON.
+The program: `sharded_model.py FUNCTION ARGUMENT...` prints the result of a function as this rank's JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
+import torch.distributed.nn  # imported later, by Dynamo, it would keep the group and its threads alive until the end
 import torch.nn.functional as F  # noqa: N812 - what everyone calls it
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -51,12 +51,12 @@ class Block(nn.Module):
 
 
 class Whole(nn.Module):
-    """The model that no rank splits."""
+    """The unsharded model."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Block()])
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, ids):
@@ -76,7 +76,7 @@ def all_ranks(*order):
 
 
 def split(mesh=None, *, down=None, head=None, **others):
-    """Return the model with its attention, its middle, its words and its head split."""
+    """Return the model with its attention, feed-forward, embedding and head sharded."""
     model, mesh = whole(), mesh or all_ranks()
     ends = {
         "words": RowwiseParallel(input_layouts=Replicate()),
@@ -91,7 +91,7 @@ def split(mesh=None, *, down=None, head=None, **others):
 
 
 def split_in_the_sequence():
-    """Return the model with what lies between its layers split, too, as in PyTorch's tutorial."""
+    """Return the model with the activations between its layers sharded, too, as in PyTorch's tutorial."""
     model, mesh, part = whole(), all_ranks(), Shard(1)
     ends = {
         "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
@@ -147,7 +147,7 @@ class InBfloat16(nn.Module):
 
 
 def equals_eager(root, name):
-    """Return whether a split model that nothing else is equal to equals itself, compiled and loaded."""
+    """Return whether a sharded model, compiled and loaded, equals itself in eager mode."""
     model, config = globals()[name]().eval(), cgtool.CompilationConfig(adaptor="eager", jobs=0)
     cgtool.compile(model, example_args=(ids(2),), dynamic=EVEN, config=config, cache_dir=root)
     served = cgtool.load(model, config=config, cache_dir=root)
@@ -168,7 +168,7 @@ def ids(rows, columns=6):
 
 
 def build():
-    """Return the split model for `cgtool warm`."""
+    """Return the sharded model for `cgtool warm`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return cgtool.ModelSpec(module=split(), calls=[cgtool.ExampleCall(args=(ids(2),))], dynamic=EVEN)
@@ -179,38 +179,38 @@ def equal_the_whole(loaded):
 
 
 def served(root, adaptor, *names):
-    """Return whether each model, compiled and loaded, equals the one that nobody split."""
+    """Return whether each model, compiled and loaded, equals the unsharded one."""
     config = cgtool.CompilationConfig(adaptor=adaptor, jobs=0)
-    found = {}
+    results = {}
     for name in names:
         model = globals()[name]()
         cgtool.compile(model, example_args=(ids(2),), dynamic=EVEN, config=config, cache_dir=root)
-        found[name] = equal_the_whole(cgtool.load(globals()[name](), config=config, cache_dir=root))
-    return found
+        results[name] = equal_the_whole(cgtool.load(globals()[name](), config=config, cache_dir=root))
+    return results
 
 
 def loaded(root, *names):
-    """Return what comes of loading each of these models, or why none fits."""
-    found = {}
+    """Return whether each model, loaded, equals the unsharded one, or why it does not load."""
+    results = {}
     for name in names:
         try:
-            found[name] = equal_the_whole(cgtool.load(globals()[name](), cache_dir=root))
+            results[name] = equal_the_whole(cgtool.load(globals()[name](), cache_dir=root))
         except cgtool.CgtoolError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def refused(root):
-    """Return why DTensors are refused where nothing takes their place."""
+    """Return the errors for DTensors as arguments and results of a call."""
     given = DTensor.from_local(torch.ones(2), all_ranks(), [Replicate()])
-    found = {}
+    results = {}
     for name, model, example in (("returned", that_returns_a_shard(), ids(2)), ("given", Given().eval(), given)):
         try:
             config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
             cgtool.compile(model, example_args=(example,), config=config, cache_dir=root)
         except cgtool.CgtoolError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def llama(folder, **options):
@@ -220,7 +220,7 @@ def llama(folder, **options):
 
 
 def build_llama(folder):
-    """Return a Llama that transformers splits, for `cgtool warm`."""
+    """Return a Llama that transformers shards, for `cgtool warm`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     call = cgtool.ExampleCall(kwargs={"input_ids": ids(2)})
@@ -248,9 +248,9 @@ def llama_generates_as_the_whole(folder, root):
 def main(name, *arguments):
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
     with torch.no_grad():
-        found = globals()[name](*arguments)
+        result = globals()[name](*arguments)
     dist.destroy_process_group()
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(result))
 
 
 if __name__ == "__main__":

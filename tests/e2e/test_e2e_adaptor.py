@@ -1,4 +1,4 @@
-"""An adaptor that another distribution brings takes a model the whole way, in every process that is started for it."""
+"""An adaptor of another distribution works in every command and process, if that distribution is installed."""
 
 from __future__ import annotations
 
@@ -16,43 +16,46 @@ pytestmark = pytest.mark.torch
 MODEL = f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def installed(worded_site):
-    """Runs the command where the distribution is installed."""
+    """Runs the command in an environment with the distribution."""
     return functools.partial(cgtool, env=worded_site)
 
 
-def test_an_adaptor_of_another_distribution_warms_travels_and_loads(installed, worded_site, tmp_path, cache_root):
-    log = tmp_path / "log"
+@pytest.fixture(scope="module")
+def warmed(installed, tmp_path_factory):
+    """A folder with a cache and a bundle of a model that a worker compiled with the adaptor."""
+    folder = tmp_path_factory.mktemp("worded")
+    log, root = folder / "log", folder / "cache"
     arguments = ("--adaptor", "worded", "--jobs", "1", "--inductor-config", f'{{"log": "{log}"}}')
-    warm = ("warm", MODEL, "--cache-dir", cache_root, "--json", "--quiet", *arguments)
+    warm = ("warm", MODEL, "--cache-dir", root, "--json", "--quiet", *arguments)
     report = installed(*warm).report
     assert (report["compiled"], report["notes"]) == (4, [])
-    assert log.read_text().split() == ["-c"] * 4  # a worker's program
+    assert log.read_text().split() == ["-c"] * 4  # sys.argv[0] of a worker
     assert installed(*warm).report["hit"]
+    assert installed("export", folder / "bundle.tar.zst", "--cache-dir", root).code == 0
+    return folder
 
-    bundle, there = tmp_path / "bundle.tar.zst", tmp_path / "there"
-    assert installed("export", bundle, "--cache-dir", cache_root).code == 0
-    taken = installed("import", bundle, "--trust", "--cache-dir", there)
-    assert taken.code == 0, taken.err
-    assert {path.suffix for path in there.rglob("artifacts/*")} == {".worded"}
-    verified = installed("verify", "--load", "--cache-dir", there)
+
+def test_an_entry_of_another_distributions_adaptor_is_imported_verified_and_loaded(
+    installed, warmed, worded_site, tmp_path
+):
+    imported = installed("import", warmed / "bundle.tar.zst", "--trust", "--cache-dir", tmp_path)
+    assert imported.code == 0, imported.err
+    assert {path.suffix for path in tmp_path.rglob("artifacts/*")} == {".worded"}
+    verified = installed("verify", "--load", "--cache-dir", tmp_path)
     assert verified.code == 0, verified.out + verified.err
-    shown = installed("inspect", "cache", there, "--json").report
-    assert [entry["adaptor"] for entry in shown["entries"]] == ["worded"]
-    assert compare(MODEL, there, [{"num_tokens": rows} for rows in (1, 3, 9)], env=worded_site)["failures"] == []
+    listing = installed("inspect", "cache", tmp_path, "--json").report
+    assert [entry["adaptor"] for entry in listing["entries"]] == ["worded"]
+    assert compare(MODEL, tmp_path, [{"num_tokens": rows} for rows in (1, 3, 9)], env=worded_site)["failures"] == []
 
 
-def test_where_the_distribution_is_not_installed_it_is_named(installed, tmp_path, cache_root):
-    warm = installed("warm", MODEL, "--cache-dir", cache_root, "--adaptor", "worded", "--jobs", "0", "--no-proof")
-    assert warm.code == 0, warm.err
+def test_errors_name_the_adaptor_if_its_distribution_is_not_installed(warmed, tmp_path):
     with pytest.raises(ConfigError, match=r"There is no adaptor 'worded'.*entry-point group cgtool.adaptors"):
-        load(resolve_model(MODEL, weights="real").module, cache_dir=cache_root)
-    bundle = tmp_path / "bundle.tar.zst"
-    assert installed("export", bundle, "--cache-dir", cache_root).code == 0
-    taken = cgtool("import", bundle, "--trust", "--cache-dir", tmp_path / "there")
-    assert taken.code == 3
-    assert "of a kind that no installed adaptor produces" in taken.err
+        load(resolve_model(MODEL, weights="real").module, cache_dir=warmed / "cache")
+    imported = cgtool("import", warmed / "bundle.tar.zst", "--trust", "--cache-dir", tmp_path / "imported")
+    assert imported.code == 3
+    assert "of a kind that no installed adaptor produces" in imported.err
     refused = cgtool("warm", MODEL, "--adaptor", "worded", "--cache-dir", tmp_path / "new")
     assert refused.code == 2
     assert "adaptors are aot_inductor, inductor_standalone, inductor, eager" in refused.err

@@ -1,4 +1,4 @@
-"""What a call gets that nothing compiled serves, functions in a model's place, and what who waits is told."""
+"""`otherwise`: calls that no variant covers; also functions as models, and progress of a compile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import logging
 import os
 import pty
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
 import pytest
+from cli_harness import environment, forked, server
 
 pytest.importorskip("torch")
 
@@ -37,7 +36,7 @@ def no_grad():
 
 @pytest.fixture
 def made(tmp_path):
-    """Compiles in a cache of the test's own; a call of more than one row gets what `otherwise` says."""
+    """Compiles for an example of one row; calls with more rows depend on `otherwise`."""
 
     def make(model, otherwise, rows=1):
         example = None if rows is None else (torch.ones(rows, 4),)
@@ -94,7 +93,7 @@ def test_eager_runs_the_model_itself_and_warns_once_for_each_cause(made, model, 
 
 
 @pytest.mark.parametrize("otherwise", ["eager", "background"])
-def test_training_and_gradients_are_the_models_own_affair(made, model, otherwise):
+def test_calls_that_train_or_need_gradients_run_the_model(made, model, otherwise):
     served = made(model, otherwise)
     with torch.enable_grad():
         assert served(rows(1)).requires_grad
@@ -102,7 +101,7 @@ def test_training_and_gradients_are_the_models_own_affair(made, model, otherwise
     assert torch.equal(served(rows(1)), model(rows(1)))
 
 
-def test_warm_compiles_what_is_missing_and_uses_it_from_then_on(made, model, caplog):
+def test_warm_compiles_missing_variants_and_keeps_using_them(made, model, caplog):
     caplog.set_level(logging.INFO, logger="cgtool")
     served = made(model, "warm")
 
@@ -115,7 +114,7 @@ def test_warm_compiles_what_is_missing_and_uses_it_from_then_on(made, model, cap
     assert [message.split(".")[0] for message in again[:1]] == ["Compiling Model"]
     assert "the size of x in dimension 0 is 2 and must be 1" in again[0]
     assert happened(calls) == {}
-    # The next process finds all of it.
+    # The next process finds all variants.
     fresh = made(model, "warm")
     assert happened(lambda: [fresh(rows(count)) for count in (1, 2, 3)]).keys() == {"opens"}
 
@@ -140,7 +139,7 @@ def ended(name: str) -> None:
             thread.join(timeout=120)
 
 
-def test_in_the_background_no_call_waits(made, model, caplog):
+def test_calls_do_not_wait_for_a_compile_in_the_background(made, model, caplog):
     served = made(model, "background", rows=None)
 
     def first():
@@ -155,7 +154,7 @@ def test_in_the_background_no_call_waits(made, model, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_what_cannot_be_compiled_in_the_background_is_tried_once_and_told_once(made, caplog):
+def test_a_failed_compile_in_the_background_is_reported_once_and_not_retried(made, caplog):
     served = made(Breaks().eval(), "background", rows=None)
     served(rows(1))
     ended("cgtool-warm")
@@ -166,7 +165,7 @@ def test_what_cannot_be_compiled_in_the_background_is_tried_once_and_told_once(m
 
 
 class Counts(torch.nn.Module):
-    """Has the number of calls in an attribute, which a trace sets to what the calls before it would leave."""
+    """Counts its calls in an attribute, which a trace sets as a call would."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +176,7 @@ class Counts(torch.nn.Module):
         return x * 0 + self.count
 
 
-def test_what_calls_leave_is_not_traced_beneath_calls_of_the_model_itself(made, caplog):
+def test_a_model_that_stores_values_is_not_traced_in_the_background(made, caplog):
     served = made(Counts().eval(), "background", rows=None)
     counts = [served(rows(1))[0, 0].item()]
     while any(thread.name == "cgtool-warm" for thread in threading.enumerate()):
@@ -188,7 +187,7 @@ def test_what_calls_leave_is_not_traced_beneath_calls_of_the_model_itself(made, 
     assert re.search(r"Calls store values in count.*\n.*: self\.count = self\.count \+ 1\nPass otherwise='warm'", said)
 
 
-def test_calls_of_a_model_that_keeps_something_wait_for_a_warm(made):
+def test_calls_of_a_model_that_stores_values_wait_for_a_warm(made):
     served = made(Counts().eval(), "warm")
     counts, ends = [], threading.Event()
 
@@ -205,7 +204,7 @@ def test_calls_of_a_model_that_keeps_something_wait_for_a_warm(made):
     assert sorted(counts + counts_here) == [float(number + 1) for number in range(len(counts) + 2)]
 
 
-def test_of_threads_that_come_at_once_the_first_compiles(made, model):
+def test_only_the_first_of_several_threads_compiles(made, model):
     served = made(model, "warm")
     barrier, answers = threading.Barrier(4), []
 
@@ -226,7 +225,7 @@ def test_of_threads_that_come_at_once_the_first_compiles(made, model):
     assert len(answers) == 4
 
 
-def test_load_runs_eagerly_if_asked_and_never_compiles(made, model, tmp_path):
+def test_load_can_run_eagerly_but_never_compiles(made, model, tmp_path):
     made(model, "raise")
     with pytest.raises(GuardError, match="must be 1"):
         cgtool.load(model, cache_dir=tmp_path)(rows(2))
@@ -238,7 +237,7 @@ def test_load_runs_eagerly_if_asked_and_never_compiles(made, model, tmp_path):
 
 
 @pytest.mark.parametrize("otherwise", ["eager", "warm", "background"])
-def test_the_decorator_takes_it_too(tmp_path, otherwise):
+def test_the_decorator_takes_otherwise(tmp_path, otherwise):
     @support_torch_compile(dynamic_arg_dims={"x": {1: "width"}}, config=CONFIG, cache_dir=tmp_path, otherwise=otherwise)
     class Decorated(torch.nn.Module):
         def forward(self, x):
@@ -261,7 +260,7 @@ def shifted(x, by=2):
     return x + FACTOR * by
 
 
-def test_a_function_is_compiled_and_loaded_and_known_by_its_code(made, tmp_path, monkeypatch):
+def test_a_function_is_identified_by_its_code(made, tmp_path, monkeypatch):
     served = made(scaled, "raise")
     assert torch.equal(served(rows(1)), scaled(rows(1)))
     assert torch.equal(cgtool.load(scaled, cache_dir=tmp_path)(rows(1)), scaled(rows(1)))
@@ -300,13 +299,13 @@ def test_a_function_may_close_over_a_model(made, model):
     ids=["a partial", "nothing", "TorchScript", "what torch.compile returned"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_is_no_model_is_refused_with_a_sentence(made, model, tmp_path, made_of, said):
+def test_objects_that_are_not_models_are_refused(made, model, tmp_path, made_of, said):
     for use in (lambda given: made(given, "raise"), lambda given: cgtool.load(given, cache_dir=tmp_path)):
         with pytest.raises(ModelError, match=re.escape(said)):
             use(made_of(model))
 
 
-def test_a_wrapper_that_trains_is_refused_with_a_word_for_what_is_in_it(model, tmp_path):
+def test_a_wrapper_for_training_is_refused_with_a_hint_to_its_module(model, tmp_path):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -318,7 +317,7 @@ def test_a_wrapper_that_trains_is_refused_with_a_word_for_what_is_in_it(model, t
 
 
 @pytest.mark.parametrize("given", [{"adaptor": "eager"}, "eager"], ids=["a dict", "a name"])
-def test_what_is_no_configuration_is_refused_with_a_sentence(model, tmp_path, given):
+def test_a_config_of_another_type_is_refused(model, tmp_path, given):
     for use in (
         lambda: cgtool.load(model, config=given, cache_dir=tmp_path),
         lambda: cgtool.compile(model, config=given, cache_dir=tmp_path),
@@ -343,8 +342,8 @@ def test_what_is_no_configuration_is_refused_with_a_sentence(model, tmp_path, gi
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_what_is_written_in_another_form_is_refused_with_the_form(made, model, tmp_path, given, said):
-    made(model, "raise")  # an entry that fits must be no way around
+def test_malformed_arguments_are_refused_with_the_expected_form(made, model, tmp_path, given, said):
+    made(model, "raise")  # a matching entry must not bypass the check
     asked = {"example_args": (rows(1),), "config": CONFIG, "cache_dir": tmp_path, **given}
     with pytest.raises(UsageError, match=re.escape(said)):
         cgtool.compile(model, **asked)
@@ -360,20 +359,20 @@ def test_what_is_written_in_another_form_is_refused_with_the_form(made, model, t
     ],
     ids=["a list", "a name", "otherwise", "a model"],
 )
-def test_a_decorator_says_at_once_what_it_does_not_take(cls, given, said):
+def test_the_decorator_refuses_malformed_arguments_immediately(cls, given, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         support_torch_compile(cls, **given)
 
 
 @pytest.mark.parametrize("call", [torch.ones(3, 4), torch.tensor(1.0), [1.0]], ids=["two", "none", "a list"])
-def test_a_decorator_says_which_dimension_a_call_has_not(tmp_path, call):
+def test_a_missing_dimension_of_a_decorated_call_is_named(tmp_path, call):
     cls = type("Other", (Model,), {})
     support_torch_compile(cls, dynamic_arg_dims={"x": [-1, 7]}, config=CONFIG, cache_dir=tmp_path)
     with pytest.raises(ModelError, match=r"dynamic_arg_dims names dimension (7|-1) of 'x', but .* has"):
         cls().eval()(call)
 
 
-def test_a_scalar_that_is_annotated_as_a_tensor_has_no_dimension_that_changes(tmp_path):
+def test_a_scalar_annotated_as_a_tensor_has_no_dynamic_dimension(tmp_path):
     @support_torch_compile(config=CONFIG, cache_dir=tmp_path)
     class Scaled(torch.nn.Module):
         def forward(self, x: torch.Tensor, scale: torch.Tensor):
@@ -386,7 +385,7 @@ def test_a_scalar_that_is_annotated_as_a_tensor_has_no_dimension_that_changes(tm
     assert counters() == before
 
 
-def test_arguments_without_names_cannot_be_dynamic(tmp_path):
+def test_variadic_arguments_cannot_be_dynamic(tmp_path):
     def total(*terms):
         return terms[0] + terms[1]
 
@@ -408,31 +407,31 @@ with torch.no_grad():
 """
 
 
-def test_who_waits_at_a_terminal_sees_what_runs_and_a_log_has_lines(tmp_path, made, model, caplog):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+def test_a_terminal_shows_progress_and_a_log_has_lines(tmp_path, made, model, caplog):
     shown, terminal = pty.openpty()
-    command = [sys.executable, str(program), str(tmp_path / "cache")]
-    first = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, check=True, timeout=300)
+    program = tmp_path / "program.py"
+    program.write_text(f"import os; os.dup2(1, 2)\n{PROGRAM}")  # stdout is the terminal
+    root = str(tmp_path / "cache")
+    first = server(None, with_torch=True).run(str(program), tmp_path, environment(), [root], terminal)
+    assert first.code == 0, first.err
     os.close(terminal)
     text = read_all(shown)
-    assert first.stdout == b"[2.0, 2.0, 2.0]\n"
     assert "\x1b[2KCompiling Model.forward, trace 0/1: default" in text
-    assert text.endswith("\r\x1b[2K")
-    second = subprocess.run(command, capture_output=True, check=True, timeout=300)
-    assert (second.stdout, second.stderr) == (first.stdout, b"")  # a hit tells nothing
+    assert text.endswith("\r\x1b[2K[2.0, 2.0, 2.0]\r\n")
+    second = forked(PROGRAM, root)
+    assert (second.code, second.out, second.err) == (0, "[2.0, 2.0, 2.0]\n", "")  # a hit reports nothing
     caplog.set_level(logging.INFO, logger="cgtool")
     made(model, "raise")
     assert any(message.startswith("Compiling Model.forward, trace 1/1: default (") for message in caplog.messages)
 
 
 def read_all(descriptor: int) -> str:
-    """Return what was written to a terminal whose other end is closed."""
+    """Return the output to a terminal whose other end is closed."""
     text = b""
     try:
         while more := os.read(descriptor, 4096):
             text += more
-    except OSError:  # Linux says EIO at the end of a terminal
+    except OSError:  # Linux reports EIO at the end of a terminal
         pass
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Two ranks: `torchrun … cgtool warm` fills a folder for each, compiles once between them, and both load and agree."""
+"""Ranks share compiled pieces: under torchrun, without an agent, and warmed by a single process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MODEL = Path(__file__).with_name("ranks_model.py")
 OPTIONS = ("--jobs", "0", "--adaptor", "eager")
 
 
-def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path, worded_site):
+def test_two_ranks_of_torchrun_compile_each_piece_once_and_equal_the_whole_model(tmp_path):
     root = tmp_path / "cache"
-    options = ("--json", "--quiet", "--jobs", "0", "--no-proof", "--adaptor", "worded")
+    options = ("--json", "--quiet", "--no-proof", *OPTIONS)
     arguments = ("warm", f"{MODEL}:build", "--cache-dir", root, *options)
-    reports = torchrun(worded_site, tmp_path / "warm", "-m", "cgtool", *arguments)
+    reports = torchrun({}, tmp_path / "warm", "-m", "cgtool", *arguments)
     assert sorted(report["rank"] for report in reports) == [0, 1]
     assert len({report["hash"] for report in reports}) == 1
     assert sum(report["compiled"] for report in reports) == units(root) == 3
@@ -28,24 +28,24 @@ def test_two_ranks_compile_once_between_them_and_equal_the_whole_model(tmp_path,
         assert sum(rank["compiled"] for rank in report["ranks"]) == 3
     for rank in (0, 1):
         assert len(list(root.glob(f"torch_compile_cache/*/rank_{rank}/*/manifest.json"))) == 1
-    # Each holds half of the weights; the sums over both equal the model that holds all.
-    loaded = forked_ranks(worded_site, MODEL, root)
+    # Each rank has half of the weights; the sums over both equal the whole model.
+    loaded = forked_ranks({}, MODEL, root)
     assert loaded == [{"rank": rank, "equal": [True] * 3} for rank in (0, 1)]
 
 
 def manifests(root):
-    found = [json.loads(path.read_text()) for path in sorted(root.rglob("manifest.json"))]
-    return sorted(found, key=lambda manifest: manifest["rank"])
+    manifests = [json.loads(path.read_text()) for path in root.rglob("manifest.json")]
+    return sorted(manifests, key=lambda manifest: manifest["rank"])
 
 
-def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
+def test_one_rank_reports_for_both_and_they_share_equal_pieces(tmp_path):
     first, second = two_ranks(f"{MODEL}:build_uneven", tmp_path)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "Rank 1: " in first.out
     assert "trace 1/1" in first.err
     assert (second.out, second.err) == ("", "")
     digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in manifests(tmp_path)]
-    assert [len(found) for found in digests] == [3, 3]
+    assert [len(rank) for rank in digests] == [3, 3]
     assert len(digests[0] & digests[1]) == 2
     assert units(tmp_path) == 4
     first, second = two_ranks(f"{MODEL}:build_uneven", tmp_path, "--check")
@@ -53,22 +53,22 @@ def test_one_rank_speaks_for_both_and_they_share_all_but_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_that_fails_ends_the_others_with_its_words_and_its_exit_code(tmp_path, which):
-    came_of = two_ranks(f"{MODEL}:build_where_one_fails", tmp_path, "--arg", f"which={which}")
-    assert [ran.code for ran in came_of] == [1, 1]
-    assert f"Rank {which} failed: " in came_of[1 - which].err
-    for ran in came_of:
+def test_a_rank_that_fails_ends_the_others_with_its_error_and_exit_code(tmp_path, which):
+    ended = two_ranks(f"{MODEL}:build_where_one_fails", tmp_path, "--arg", f"which={which}")
+    assert [ran.code for ran in ended] == [1, 1]
+    assert f"Rank {which} failed: " in ended[1 - which].err
+    for ran in ended:
         assert f"the weights of rank {which} are not there" in ran.err
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path):
+def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path):
     first, second = two_ranks(f"{MODEL}:build_where_one_dies", tmp_path)
     assert (first.code, second.code) == (1, -signal.SIGKILL)
     assert "Rank 1 has been silent for 20 s: it died, is stopped, or lost its machine." in first.err
 
 
-def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
+def test_one_process_warms_all_ranks(tmp_path):
     root = tmp_path / "cache"
     options = ("--cache-dir", root, "--world-size", 2, *OPTIONS)
     report = cgtool("warm", f"{MODEL}:build", "--json", *options, forks=True).report
@@ -81,7 +81,7 @@ def test_one_process_fills_the_folders_of_all_ranks(tmp_path):
     assert "the weights of rank 1 are not there" in failed.err
 
 
-def test_one_rank_or_all_of_them_are_warmed(tmp_path):
+def test_rank_and_world_size_exclude_each_other(tmp_path):
     both = cgtool("warm", f"{MODEL}:build", "--cache-dir", tmp_path, "--world-size", 2, "--rank", 1)
     assert both.code == 2
     assert "--world-size" in both.err

@@ -1,4 +1,4 @@
-"""Models whose parameters are DTensors: two ranks warm one, load it afresh, and equal the model that nobody split."""
+"""Models whose parameters are DTensors: two ranks warm one, load it in new processes, and equal the unsharded model."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def warmed(tmp_path_factory):
     return root, manifests(root)
 
 
-def test_a_split_model_is_warmed_proved_and_shared(warmed):
+def test_ranks_warm_and_prove_a_sharded_model_in_one_entry(warmed):
     _, (first, second) = warmed
     assert first["hash"] == second["hash"]
     for variant in (*first["variants"], *second["variants"]):
         assert variant["proved_at"], variant
     digests = [{row["artifact"]["digest"] for row in manifest["rows"]} for manifest in (first, second)]
-    assert len(digests[0] - digests[1]) == 1  # each has words of its own
+    assert len(digests[0] - digests[1]) == 1  # each has its own part of the embedding
 
 
 @pytest.fixture(scope="module")
@@ -56,37 +56,37 @@ def loaded(warmed):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_fresh_ranks_load_what_differs_in_nothing_that_counts(loaded, name):
-    for found in loaded:
-        assert found[name] == [True] * 3, found[name]
+def test_new_ranks_load_models_that_are_sharded_the_same_way(loaded, name):
+    for results in loaded:
+        assert results[name] == [True] * 3, results[name]
 
 
 @pytest.mark.parametrize("name", MISSES)
-def test_a_model_that_is_split_otherwise_misses_with_the_reason(loaded, name):
-    for found in loaded:
-        assert re.search(MISSES[name], found[name]), found[name]
+def test_a_model_that_is_sharded_differently_misses_with_the_reason(loaded, name):
+    for results in loaded:
+        assert re.search(MISSES[name], results[name]), results[name]
 
 
-def test_a_sequence_that_is_split_is_served(tmp_path):
-    found = forked_ranks({}, MODELS, "served", tmp_path, "eager", "split_in_the_sequence")
-    assert found == [{"split_in_the_sequence": [True] * 3}] * 2
+def test_a_model_with_sequence_parallelism_is_served(tmp_path):
+    results = forked_ranks({}, MODELS, "served", tmp_path, "eager", "split_in_the_sequence")
+    assert results == [{"split_in_the_sequence": [True] * 3}] * 2
     assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
 
 
-def test_a_region_of_autocast_holds_for_what_ranks_compute(tmp_path):
+def test_an_autocast_region_applies_to_sharded_computation(tmp_path):
     assert forked_ranks({}, MODELS, "equals_eager", tmp_path, "InBfloat16") == [[True] * 2] * 2
     assert all(variant["proved_at"] for manifest in manifests(tmp_path) for variant in manifest["variants"])
 
 
-def test_dtensors_that_a_call_takes_or_returns_are_refused(tmp_path):
-    for found in forked_ranks({}, MODELS, "refused", tmp_path):
+def test_dtensors_as_arguments_or_results_are_refused(tmp_path):
+    for errors in forked_ranks({}, MODELS, "refused", tmp_path):
         assert re.match(
-            r"The model returns a DTensor\.\n.*sharded_model.py.*\n.*\(`\.to_local\(\)`\)", found["returned"]
+            r"The model returns a DTensor\.\n.*sharded_model.py.*\n.*\(`\.to_local\(\)`\)", errors["returned"]
         )
-        assert found["given"].startswith("x is a DTensor, a tensor subclass that an artifact cannot take.")
+        assert errors["given"].startswith("x is a DTensor, a tensor subclass that an artifact cannot take.")
 
 
-def test_one_process_warms_the_ranks_of_a_split_model(tmp_path):
+def test_one_process_warms_all_ranks_of_a_sharded_model(tmp_path):
     options = ("--world-size", 2, "--jobs", 0, "--adaptor", "eager")
     ran = cgtool("warm", f"{MODELS}:build", "--cache-dir", tmp_path, *options, forks=True)
     assert ran.code == 0, ran.err
@@ -94,20 +94,20 @@ def test_one_process_warms_the_ranks_of_a_split_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_ranks_that_are_split_in_pairs_fill_one_entry_and_load_it(tmp_path):
+def test_four_ranks_sharded_in_pairs_fill_one_entry_and_load_it(tmp_path):
     name = "split_in_a_submesh"
     assert forked_ranks({}, MODELS, "served", tmp_path, "eager", name, ranks=4) == [{name: [True] * 3}] * 4
     assert len({manifest["hash"] for manifest in manifests(tmp_path)}) == 1
 
 
 @pytest.mark.slow
-def test_native_pieces_of_a_split_model_equal_the_whole(tmp_path):
+def test_native_pieces_of_a_sharded_model_equal_the_unsharded_one(tmp_path):
     assert forked_ranks({}, MODELS, "served", tmp_path, "aot_inductor", "split") == [{"split": [True] * 3}] * 2
 
 
 @pytest.fixture
 def llama(tmp_path):
-    """Return the folder of a Llama that transformers can split."""
+    """Return the folder of a Llama that transformers can shard."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -118,7 +118,7 @@ def llama(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_transformers_splits_equals_the_whole(llama, tmp_path):
+def test_a_model_that_transformers_shards_equals_the_unsharded_one(llama, tmp_path):
     root = tmp_path / "cache"
     ended = two_ranks(f"{MODELS}:build_llama", root, "--arg", f"folder={llama}", "--weights", "real")
     assert [ran.code for ran in ended] == [0, 0], ended[0].err + ended[1].err
@@ -127,5 +127,5 @@ def test_a_model_that_transformers_splits_equals_the_whole(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_transformers_splits_generates_as_the_whole(llama, tmp_path):
+def test_a_model_that_transformers_shards_generates_the_same_tokens(llama, tmp_path):
     assert forked_ranks({}, MODELS, "llama_generates_as_the_whole", llama, tmp_path / "cache") == [True] * 2

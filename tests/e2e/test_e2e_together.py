@@ -1,4 +1,4 @@
-"""Several processes at once, and processes that are killed: what is compiled is compiled once, and stays."""
+"""Several processes at once, and processes that are killed: each unit is compiled once and kept."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from pathlib import Path
 
 import cli_harness
 import pytest
-from e2e_harness import LLAMA, cgtool, compare, counts, inspect, units, warm
+from e2e_harness import LLAMA, REPO, cgtool, compare, counts, inspect, units, warm
 
 pytestmark = pytest.mark.torch
 
-#: Unique artifacts of a decoder of two layers: three pieces, each of general shape, of 1 and of 8 tokens.
+#: Unique artifacts of a decoder with two layers: three pieces, each for 1, for 8 and for other numbers of tokens.
 UNITS = 9
 ARGUMENTS = ("--arg", "num_layers=2", "--compile-sizes", "1,8")
 NATIVE = [("--adaptor", adaptor) for adaptor in ("aot_inductor", "inductor_standalone")]
 
 
 def worded(**options):
-    """The arguments of an adaptor that compiles in a worker as the default does, without using the machine's time."""
+    """The arguments of an adaptor that compiles in a worker, as the default does, but uses no CPU time."""
     return ("--adaptor", "worded", "--jobs", "1", "--no-proof", "--inductor-config", json.dumps(options))
 
 
-#: What gives others time to ask for the same.
+#: Gives other processes time to request the same units.
 SLOW = worded(secs=0.4)
 
 
 def start(root, *arguments, env=None, layers=2, sizes="1,8"):
-    """Start a warm of the decoder in a session of its own."""
+    """Start a warm of the decoder in its own session."""
     return start_model(root, LLAMA, "--arg", f"num_layers={layers}", "--compile-sizes", sizes, *arguments, env=env)
 
 
 def start_model(root, *arguments, env=None):
-    """Start a warm in a session of its own."""
+    """Start a warm in its own session."""
     return cli_harness.start("warm", *arguments, "--cache-dir", root, "--json", env=env)
 
 
 def reports_of(started):
-    """Wait for warms, all of which go well, and return what they report."""
+    """Wait for warms, which must succeed, and return their reports."""
     ended = [running.end() for running in started]
     assert {ran.code for ran in ended} == {0}, [ran.err for ran in ended]
     return [ran.report for ran in ended]
 
 
 def kill(running):
-    """Kill a process and all that it started, at once."""
+    """Kill a process together with its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGKILL)
     running.end()
 
 
-def check_whole(root: Path, env=None):
-    """The cache holds one entry, which serves the model."""
+def check_whole(root: Path):
+    """Check that the cache has a single entry, which serves the model."""
     assert counts(inspect(root)) == (5, 2, 3, UNITS)
-    check_serves(root, env=env)
+    check_serves(root)
 
 
 def check_serves(root, layers=2, env=None):
@@ -66,8 +66,8 @@ def check_serves(root, layers=2, env=None):
     assert compare(LLAMA, root, sizes, arguments={"num_layers": layers}, env=env)["failures"] == []
 
 
-def check_goes_on(root: Path, *arguments: str):
-    """The next warm compiles only what had not been stored."""
+def check_resumes(root: Path, *arguments: str):
+    """Check that the next warm compiles only the units that were not stored; return how many were."""
     stored = units(root)
     report = warm(LLAMA, root, *ARGUMENTS, *arguments)
     assert (report["compiled"], report["reused"]) == (UNITS - stored, stored)
@@ -89,7 +89,7 @@ def test_four_processes_on_an_empty_cache_compile_each_piece_once(tmp_path, adap
 
 
 @pytest.mark.slow
-def test_processes_ranks_and_models_share_what_is_equal(tmp_path, worded_site):
+def test_processes_ranks_and_models_share_equal_units(tmp_path, worded_site):
     """Another rank and prefix, another model: three processes, three entries, nine units."""
     root = tmp_path / "cache"
     asked = [((), 2), (("--rank", "1", "--prefix", "head"), 2), ((), 3)]
@@ -108,7 +108,7 @@ def test_processes_ranks_and_models_share_what_is_equal(tmp_path, worded_site):
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["worded", "native"])
 def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path, worded_site, native):
-    """One piece in each of two variants: the compiler is at work on the second."""
+    """There is one piece in each of two variants, and the compiler is killed at the second."""
     root, model, gate = tmp_path / "cache", f"{Path(__file__).with_name('e2e_models.py')}:nested", tmp_path / "gate"
     arguments = ("--jobs", "1") if native else worded(log=str(tmp_path / "log"), gate=str(gate))
     process = start_model(root, model, *arguments, env=worded_site)
@@ -123,24 +123,27 @@ def test_a_kill_between_two_compiles_loses_at_most_one(tmp_path, worded_site, na
     assert compare(model, root, [{"batch": n} for n in (1, 2, 5)], env=worded_site)["failures"] == []
 
 
-def test_a_kill_of_one_of_two_leaves_the_other_to_finish(tmp_path, worded_site):
-    """The one that waits for a unit goes on by itself when its holder dies."""
-    root = tmp_path / "cache"
-    first = start(root, *SLOW, env=worded_site)
-    first.says("split")
-    second = start(root, *SLOW, env=worded_site)
-    first.says("compile 3/")
+def test_a_process_finishes_alone_when_another_that_compiles_the_same_is_killed(tmp_path, worded_site):
+    """A process that waits for a unit compiles it when the process that holds it dies."""
+    root, model = tmp_path / "cache", f"{REPO / 'tests/cli/cli_sample_model.py'}:build"
+    arguments = (model, *SLOW, "--compile-sizes", "8")
+    first, second = (start_model(root, *arguments, env=worded_site) for _ in range(2))
+    for process in (first, second):
+        process.says("split")
+    first.says("compile 2/")
     kill(first)
     (report,) = reports_of([second])
-    assert report["compiled"] <= UNITS - 3
-    assert units(root) == UNITS
-    check_whole(root, env=worded_site)
+    assert report["compiled"] <= 4
+    assert counts(inspect(root)) == (3, 1, 2, 6)
+    assert units(root) == 6
+    sizes = [{"num_tokens": n} for n in (1, 2, 8, 9)]
+    assert compare(model, root, sizes, env=worded_site)["failures"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
-    """Before the first unit and soon after each of the nine: several may be in flight, and those alone are lost."""
+def test_kills_at_ten_instants_lose_no_stored_unit(tmp_path):
+    """Kill before the first unit and soon after each of the nine; only units in flight are lost."""
     rng = random.Random(20260730)
     stored = []
     for finished in range(UNITS + 1):
@@ -149,7 +152,7 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
         process.says(f"compile {finished}/" if finished else "split")
         time.sleep(rng.uniform(0.0, 1.0))
         kill(process)
-        stored.append(check_goes_on(root))
+        stored.append(check_resumes(root))
         assert counts(inspect(root)) == (5, 2, 3, UNITS)
         assert cgtool("warm", LLAMA, "--cache-dir", root, "--check", *ARGUMENTS).code == 0  # reads every artifact
     check_whole(root)
@@ -159,8 +162,8 @@ def test_kills_at_ten_instants_lose_nothing_that_was_stored(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_kills_while_an_entry_grows_leave_it_serving_what_it_served(tmp_path):
-    """An entry that is whole gets further sizes, and is killed meanwhile: what it held is still there and serves."""
+def test_kills_while_sizes_are_added_keep_the_entry_complete(tmp_path):
+    """Further sizes are added to a complete entry, and the process is killed: the entry still serves as before."""
     root = tmp_path / "cache"
     assert warm(LLAMA, root, *ARGUMENTS, *NATIVE[1])["compiled"] == UNITS
     rng = random.Random(7)
