@@ -1,6 +1,6 @@
-"""Models whose forward has collectives, each warmed, loaded and compared with itself by every rank of a group.
+"""Models with collectives in forward, which every rank of a group warms, loads and compares with eager.
 
-The program: `collectives_model.py ROOT ADAPTOR JOBS NAME...` prints {name: what came of it} as this rank's JSON.
+The program: `collectives_model.py ROOT ADAPTOR JOBS NAME...` prints {name: result} as this rank's JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
+import torch.distributed.nn  # imported later, by Dynamo, it would keep the group and its threads alive until the end
 from torch import nn
 
 import cgtool
@@ -24,7 +24,7 @@ GROUPS = {}
 
 
 def all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Do what vLLM's op of this name does: find the group by a name of its own."""
+    """Find the group by a name that torch does not know, as vLLM's op does."""
     total = x.clone()
     dist.all_reduce(total, group=GROUPS[group_name])
     return total
@@ -36,7 +36,7 @@ cgtool.direct_register_custom_op(
 
 
 def hold(x: torch.Tensor) -> torch.Tensor:
-    """Do as a package does whose collective waits for Python's lock: never give it back."""
+    """Hold the GIL forever, as a collective that waits for it does."""
     ctypes.PyDLL(None).sleep(600)
     return x.clone()
 
@@ -47,7 +47,7 @@ cgtool.direct_register_custom_op(
 
 
 class Model(nn.Module):
-    """Two layers, and what the ranks exchange between them."""
+    """Two layers with a collective between them."""
 
     dynamic = True
 
@@ -146,8 +146,8 @@ def drawn(rows):
     return torch.randn(rows * dist.get_world_size(), WIDTH, generator=torch.Generator().manual_seed(10 * rows + rank))
 
 
-def came_of(name, root, config):
-    """Return whether what was loaded equals the model, at each of some sizes; or the refusal."""
+def result_of(name, root, config):
+    """Return whether the loaded model equals eager at several sizes, or the error."""
     try:
         model = globals()[name]().eval()
         dynamic = {"x": {0: ("rows", 2, 64)}} if model.dynamic else {}
@@ -160,7 +160,7 @@ def came_of(name, root, config):
 
 
 def build(name="TwoGroups"):
-    """Return a model for `cgtool warm`, which made the process group."""
+    """Return a model for `cgtool warm`, which created the process group."""
     dynamic = {"x": {0: ("rows", 2, 64)}}
     return cgtool.ModelSpec(
         module=globals()[name]().eval(), calls=[cgtool.ExampleCall(args=(drawn(2),))], dynamic=dynamic
@@ -191,9 +191,9 @@ def main(root, adaptor, jobs, *names):
     config = cgtool.CompilationConfig(adaptor=adaptor, jobs=int(jobs))
     with torch.no_grad():
         only_load = "ONLY_LOAD" in os.environ
-        found = {name: loaded_equals(name, root) if only_load else came_of(name, root, config) for name in names}
+        results = {name: loaded_equals(name, root) if only_load else result_of(name, root, config) for name in names}
     dist.destroy_process_group()
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Small modules whose sizes or numbers come from data: name → (function, calls with other data each, dynamic)."""
+"""Small modules with data-dependent sizes or numbers: name → (module, calls with different data, dynamic)."""
 
 from __future__ import annotations
 
 import torch
-from small_modules import ROWS, module
+from small_modules import FROM_2, module
 
 
 def numbers(rows, width=4, *, shift=0.0):
@@ -85,7 +85,7 @@ def attended(self, x):
     return torch.nn.functional.scaled_dot_product_attention(x[None], kept @ self.weight, kept) + x
 
 
-def _weighted(function, calls, dynamic=ROWS):
+def _weighted(function, calls, dynamic=FROM_2):
     return module(function, weight=torch.eye(4) * 0.5 + 0.1), calls, dynamic
 
 

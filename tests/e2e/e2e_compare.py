@@ -1,9 +1,9 @@
-"""Loads a model from a cache, in the process that runs this, and compares it with eager; prints what came of it.
+"""Loads a model from a cache, compares it with eager, and prints a JSON report.
 
     python e2e_compare.py '{"model": MODEL, "root": CACHE, "calls": [{"batch": 2}, ...], "arguments": {}, "config": {}}'
 
-prints {"calls": how many were equal to eager, "failures": [[sizes, sentence]...], "worst": the greatest difference,
-relative to the greatest value, "imported": which of the compiler's modules `load` and the calls have imported}.
+prints {"calls": how many equal eager, "failures": [[sizes, message]...], "worst": the largest difference, relative to
+the largest value, "imported": the compiler's modules that `load` and the calls imported}.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 import cgtool
 from cgtool.models import resolve_model
 
-#: The greatest difference from eager, relative to a tensor's greatest value: fused kernels round less often.
+#: The largest difference from eager, relative to a tensor's largest value: fused kernels round less often.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "sympy", "triton")
 
 
 def resized(spec, sizes):
-    """The arguments of the first example call, by name, with dynamic dimensions at other sizes."""
+    """Return the arguments of the first example call by name, with dynamic dimensions at these sizes."""
     call = spec.calls[0]
     names = list(spec.dynamic)
     arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
@@ -37,7 +37,7 @@ def resized(spec, sizes):
 
 
 def filled(name, shape, dtype):
-    """A tensor whose values depend on the sizes, so that no call is a prefix of another."""
+    """Return a tensor whose values depend on the sizes, so that no call is a prefix of another."""
     seed = torch.Generator().manual_seed(sum(size * 31**place for place, size in enumerate(shape)))
     if name == "attention_mask":
         keep = torch.randint(1, shape[-1] + 1, (shape[0], 1), generator=seed)
@@ -50,7 +50,7 @@ def filled(name, shape, dtype):
 
 
 def difference(actual, expected, path="output"):
-    """The greatest relative difference of two nested outputs; raises where they are of another make."""
+    """Return the largest relative difference of two nested outputs; raise if their types or shapes differ."""
     if type(actual) is not type(expected):
         raise TypeError(f"{path} is {type(actual)} and was {type(expected)}")
     if isinstance(expected, torch.Tensor):
@@ -84,10 +84,10 @@ def tensor_difference(actual, expected, path):
             raise ValueError(f"{path} differs")
         return 0.0
     if not torch.equal(actual.isfinite(), expected.isfinite()):
-        raise ValueError(f"{path} is finite elsewhere than it was")
+        raise ValueError(f"{path} is finite at other indices than it was")
     off = (actual.double() - expected.double()).abs().nan_to_num().max() / expected.double().abs().nan_to_num().max()
     if off > TOLERANCE[expected.dtype]:
-        raise ValueError(f"{path} differs by {off:.2e} of its greatest value")
+        raise ValueError(f"{path} differs by {off:.2e} of its largest value")
     return off.item()
 
 
@@ -106,7 +106,7 @@ def main():
         try:
             worst = max(worst, difference(run(**arguments), expected))
             equal += 1
-        except Exception as error:  # noqa: BLE001 - every failure is a line of the report
+        except Exception as error:  # noqa: BLE001 - every failure is reported
             failures.append([sizes, f"{type(error).__name__}: {error}"])
     imported = [name for name in COMPILERS if name in sys.modules and name not in before]
     json.dump({"calls": equal, "failures": failures, "worst": worst, "imported": imported}, sys.stdout)

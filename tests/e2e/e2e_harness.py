@@ -1,4 +1,4 @@
-"""Runs cgtool as its users do, in processes of their own, and compares a loaded model with eager in another one."""
+"""Runs cgtool in other processes, as its users do, and compares loaded models with eager."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ FIXTURES = REPO / "fixtures"
 COMPARE = Path(__file__).with_name("e2e_compare.py")
 SERVED = Path(__file__).with_name("served.py")
 LLAMA = f"{FIXTURES / 'tiny_llama.py'}:build"
-#: The sizes that the fixtures are compiled for beside the general shape, where sizes are compiled for.
+#: The sizes that the fixtures are compiled for, beside the general shape.
 SIZES = {"tiny_llama": "1", "tiny_moe": "1,8", "tiny_encoder": "batch=4:seq=16", "tiny_vision": "1,4"}
 
 
 class Ran(cli_harness.Ran):
-    """What came of a run; one that failed has no report."""
+    """The result of a run; only a successful one has a report."""
 
     @property
     def report(self) -> Any:
-        """The JSON on stdout, which must be all that is there."""
+        """The JSON on stdout, which must not contain anything else."""
         assert self.code == 0, f"exit code {self.code}\n{self.out[-2000:]}\n{self.err[-4000:]}"
         return super().report
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, with cgtool from this checkout, and `changes`."""
+    """Return this process's environment, with cgtool from this checkout, and `changes`."""
     return cli_harness.environment(**(changes or {}))
 
 
 def python(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """Run Python to its end, from its start."""
+    """Run a fresh Python process to its end."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -51,16 +51,16 @@ def python(*arguments: object, env: Mapping[str, str] | None = None, cwd: Path |
 
 
 def torchrun(env: Mapping[str, str] | None, log: Path, *arguments: object, ranks: int = 2) -> list[Any]:
-    """Run a program as several ranks; return what each printed, which is JSON."""
+    """Run a program as several ranks; return the JSON that each printed."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     ran = python(*launcher, "--log-dir", log, "--redirects", "3", *arguments, env=env)
-    told = "".join(path.read_text()[-2000:] for path in sorted(log.rglob("stderr.log")))
-    assert ran.code == 0, ran.err + told
+    errors = "".join(path.read_text()[-2000:] for path in sorted(log.rglob("stderr.log")))
+    assert ran.code == 0, ran.err + errors
     return [json.loads(path.read_text()) for path in sorted(log.rglob("stdout.log"))]
 
 
 def forked_ranks(env: Mapping[str, str] | None, program: Path, *arguments: object, ranks: int = 2) -> list[Any]:
-    """Do as `torchrun` does, in forks of what has imported torch and Dynamo."""
+    """Do the same in forks of a process that has imported torch and Dynamo."""
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -78,9 +78,9 @@ def forked_ranks(env: Mapping[str, str] | None, program: Path, *arguments: objec
 
 
 def two_ranks(model: str, root: Path, *options: object) -> list[cli_harness.Ran]:
-    """Run `cgtool warm` as two ranks without an agent that would end one with the other; return what came of each."""
+    """Run `cgtool warm` as two ranks without an agent, which would end one with the other; return both results."""
     with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there meanwhile, and nobody else
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only rank 0 listens there
         held.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "2"}
         arguments = ("warm", model, "--cache-dir", root, "--jobs", "0", "--adaptor", "eager", *options)
@@ -100,7 +100,7 @@ def warm(model: str, root: Path, *arguments: object, **options: Any) -> Any:
 
 
 def inspect(root: Path) -> Any:
-    """Return the one entry of a cache, which is whole."""
+    """Return the only entry of a cache, which must be complete."""
     report = cgtool("inspect", "cache", root, "--json").report
     assert report["warnings"] == []
     (entry,) = report["entries"]
@@ -112,12 +112,12 @@ def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any)
 
     Args:
         model: As MODEL of the command line.
-        root: The cache.
+        root: The root of the cache.
         calls: For each call, the size of each dynamic dimension by name.
         options: `arguments` of the factory, `config` of `load`; `env` and `cwd` of the process.
 
     Returns:
-        What tests/e2e/e2e_compare.py prints.
+        The report of tests/e2e/e2e_compare.py.
     """
     env, cwd = options.pop("env", None), options.pop("cwd", None)
     request = {"model": model, "root": str(root), "calls": calls, **options}
@@ -130,7 +130,7 @@ def compare(model: str, root: Path, calls: list[dict[str, int]], **options: Any)
 
 
 def units(root: Path) -> int:
-    """Count the units that are stored whole."""
+    """Count the complete units."""
     return len(list((root / "torch_compile_cache" / "units").glob("*/*/unit.json")))
 
 

@@ -1,4 +1,4 @@
-"""Small models with unusual signatures, outputs and side effects; factories of them for the command line too."""
+"""Small models with unusual signatures, outputs and side effects, and factories of them for the command line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def linear(width=WIDTH):
 
 
 class Nested(nn.Module):
-    """Every container that outputs come in, with tensors, None, numbers and text in them, and one tensor twice."""
+    """Returns every kind of container, with tensors, None, numbers and text in them, and one tensor twice."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Nested(nn.Module):
 
 
 class Signature(nn.Module):
-    """Positional, keyword and keyword-only parameters with defaults, one of them a tensor that may be absent."""
+    """Has positional, keyword and keyword-only parameters with defaults, one of them an optional tensor."""
 
     def __init__(self):
         super().__init__()
@@ -82,14 +82,14 @@ class Signature(nn.Module):
 
 
 class Asking(nn.Module):
-    """Asks what its argument is; what Dynamo answers with has no name in this frame."""
+    """Checks the type of its argument, for which Dynamo creates a name that the frame does not have."""
 
     def forward(self, x):
         return x + 1 if type(x) is torch.Tensor else x - 1
 
 
 class Attention(nn.Module):
-    """Two attentions over [batch, seq, width], between three pieces."""
+    """Two attentions over [batch, seq, width], which separate three pieces."""
 
     def __init__(self):
         super().__init__()
@@ -122,12 +122,18 @@ def asking():
     return ModelSpec(module=Asking().eval(), calls=[ExampleCall(args=(x_of(),))], dynamic={"x": {0: "batch"}})
 
 
-def attention():
-    return ModelSpec(module=Attention().eval(), calls=[ExampleCall(args=(attention_x(),))], dynamic=BATCH_SEQ)
+def attention(dynamic=BATCH_SEQ):
+    """Four variants: each dimension is 1 or not."""
+    return ModelSpec(module=Attention().eval(), calls=[ExampleCall(args=(attention_x(),))], dynamic=dynamic)
+
+
+def attention_from_2():
+    """A single variant, for tests that are not about sizes."""
+    return attention({"x": {0: ("batch", 2, None), 1: ("seq", 2, None)}})
 
 
 class Scales(nn.Module):
-    """Goes through a list of parameters, which may grow."""
+    """Iterates over a list of parameters, which may grow."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +146,7 @@ class Scales(nn.Module):
 
 
 class Positive(nn.Module):
-    """Asserts something of its input, without a word."""
+    """Asserts a property of its input, without a message."""
 
     def forward(self, x):
         torch._assert_async((x > 0).all())

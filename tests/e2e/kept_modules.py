@@ -1,4 +1,4 @@
-"""Small modules that leave tensors in attributes of their own, which the next call may look at: (forward, parts)."""
+"""Small modules that store tensors in attributes, which the next call may read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def made_once(self, x):
 
 
 def compared(self, x):
-    """From the second call on, both names are one tensor's."""
+    """From the second call on, both names refer to one tensor."""
     y = x * 2 if self.first is self.second else x * 3
     self.second = self.first
     return y
@@ -64,7 +64,7 @@ def back_and_forth(self, x):
 
 
 def taken_in_turn(self, x):
-    """A ring of three, and where it stands."""
+    """Writes to a ring buffer of three rows."""
     slot = self.slot
     self.slot = (slot + 1) % 3
     self.ring = torch.cat([self.ring[:slot], x.sum(0)[None], self.ring[slot + 1 :]])
@@ -144,7 +144,7 @@ def part_that_keeps():
 
 
 def with_hooks_of_old():
-    """What `torch.nn.utils.weight_norm` does: a hook computes the weight anew before each call."""
+    """Do what `torch.nn.utils.weight_norm` does: a hook computes the weight before each call."""
     layer = nn.Linear(8, 8)
     weight = layer.weight
     del layer.weight
@@ -184,3 +184,14 @@ KEPT = {
     ),
     "weight norm by a hook": (lambda self, x: self.layer(x), {"layer": with_hooks_of_old()}, {}),
 }
+
+#: Those that store tensors whose sizes depend on the number of rows, so that a single row has other variants.
+OF_THE_SIZE = (
+    "what was computed last",
+    "by a part, in an attribute that was not there",
+    "a size, a tuple and None",
+    "an item of a dict",
+    "a table that grows",
+    "a mask of the size",
+    "a view of the argument, and a tensor of the model",
+)

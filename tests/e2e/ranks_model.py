@@ -1,4 +1,4 @@
-"""An MLP over two ranks: each holds half of the hidden width, and an op that is split at adds the halves up."""
+"""An MLP over two ranks: each has half of the hidden width, and a splitting op adds the halves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 
 import torch
-import torch.distributed.nn  # imported later, as by Dynamo, it would hold the group, and so its threads, until the end
+import torch.distributed.nn  # imported later, by Dynamo, it would keep the group and its threads alive until the end
 from torch import nn
 
 import cgtool
@@ -19,7 +19,7 @@ WIDTH, HIDDEN = 16, 32
 
 
 def add_up(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks; what a rank alone has, where there is no group."""
+    """Return the sum over all ranks, or a copy if there is no group."""
     total = x.clone()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
@@ -59,13 +59,13 @@ class Blocks(nn.Module):
 
 
 def build(world_size=2, device="cpu"):
-    module = Blocks(0, world_size).eval().to(device)  # which half a rank holds is a matter of values
+    module = Blocks(0, world_size).eval().to(device)  # the halves differ only in values
     example = cgtool.ExampleCall(args=(numbers(4, WIDTH).to(device),))
     return cgtool.ModelSpec(module=module, calls=[example], dynamic={"x": {0: ("rows", 2, 64)}})
 
 
 class Uneven(Blocks):
-    """Blocks with a head of which the last rank holds more."""
+    """Blocks with a head that is larger on the last rank."""
 
     def __init__(self, rank, world_size):
         super().__init__(rank, world_size)
@@ -97,7 +97,7 @@ def build_where_one_dies():
 
 
 def main(root: str, kind: str = "cpu") -> None:
-    """Load this rank's part from its own folder, run it with the others, and compare with the whole."""
+    """Load this rank's part, run it together with the other ranks, and compare it with the whole model."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if device.type == "cuda":
@@ -116,7 +116,7 @@ def main(root: str, kind: str = "cpu") -> None:
 
 
 def from_graphs(model, inputs, device):
-    """Capture a FULL graph of each input, collectives and all; return what replays of them return."""
+    """Capture a FULL graph for each input, including collectives; return the outputs of their replays."""
     graphed = cgtool.GraphedModel(model, backend=CudaGraphs(device), piecewise=False, copy_inputs=True)
     outputs = []
     for capturing in (True, False):

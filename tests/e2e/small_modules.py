@@ -1,4 +1,4 @@
-"""Small modules, one for each thing that people write: name → (module, calls of three shapes, dynamic dimensions)."""
+"""Small modules, each for one feature of PyTorch code: name → (module, calls of three shapes, dynamic dimensions)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _numbers(*shape):
 
 
 def module(function, **parts):
-    """A module with these parts, whose forward is `function`."""
+    """Return a module with these parts, whose forward is `function`."""
     made = type("Small", (nn.Module,), {"forward": function})()
     for name, part in parts.items():
         if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
@@ -113,7 +113,7 @@ def chosen(self, x):
 def chosen_under_autocast(self, x):
     def narrow(y):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return (y @ torch.eye(8)).float()  # rounds as the type says, whatever code multiplies
+            return (y @ torch.eye(8)).float()  # rounds alike in any implementation
 
     return torch.cond(x.sum() > 0, narrow, lambda y: y.sin(), (x,))
 
@@ -194,18 +194,17 @@ def _signals(*sizes):
 
 
 FROM_2 = {"x": {0: ("rows", 2, None)}}
-SEQ, LENGTH = {"x": {1: "seq"}}, {"x": {2: "length"}}
+SEQ, SEQ_FROM_2, LENGTH = {"x": {1: "seq"}}, {"x": {1: ("seq", 2, None)}}, {"x": {2: "length"}}
 
 #: Equal to eager at every shape.
 SERVED = {
-    "lstm": lambda: (module(recurrent, layer=nn.LSTM(8, 8, batch_first=True)), _sequences(4, 2, 7), SEQ),
+    "lstm": lambda: (module(recurrent, layer=nn.LSTM(8, 8, batch_first=True)), _sequences(4, 2, 7), SEQ_FROM_2),
     "rnn": lambda: (module(recurrent, layer=nn.RNN(8, 8, batch_first=True)), _batches(3, 1, 5), ROWS),
     "activation checkpoint around attention": lambda: (
         module(attended, layer=nn.Linear(8, 8)),
         [(_numbers(*size, 8),) for size in ((3, 6), (1, 9), (5, 2))],
         {"x": {0: "rows", 1: "seq"}},
     ),
-    "nested compile regions": lambda: (module(regions, weight=nn.Parameter(torch.zeros(8, 8))), rows(4, 2, 1), ROWS),
     "conv1d of a dynamic length": lambda: (module(applied, layer=nn.Conv1d(4, 4, 5)), _signals(16, 12, 9), LENGTH),
     "adaptive pool of a dynamic length": lambda: (
         module(applied, layer=nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.AdaptiveAvgPool1d(3))),
@@ -216,25 +215,22 @@ SERVED = {
     "transformer encoder": lambda: (
         module(applied, layer=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)),
         _sequences(4, 2, 7),
-        SEQ,
+        SEQ_FROM_2,
     ),
     "rows that another argument marks": lambda: (
         module(marked_rows),
         [(_numbers(size, 8), torch.arange(size) * 2) for size in (4, 2, 7)],
-        {"x": {0: "rows"}, "mark": {0: "rows"}},
+        {"x": {0: ("rows", 2, None)}, "mark": {0: ("rows", 2, None)}},
     ),
     "embedding bag": lambda: (
         module(applied, layer=nn.EmbeddingBag(10, 4)),
         [(torch.arange(size * 3).view(size, 3) % 10,) for size in (4, 2, 1)],
         ROWS,
     ),
-    "a number out of a tensor": lambda: (module(number), rows(4, 2, 7), ROWS),
+    "a number out of a tensor": lambda: (module(number), rows(4, 2, 7), FROM_2),
     "a size that depends on data": lambda: (module(selected), rows(4, 1, 7), ROWS),
-    "a buffer replaced": lambda: (module(buffer_replaced, count=torch.zeros(())), rows(4, 2, 7), ROWS),
-    "a buffer written to": lambda: (module(buffer_written, count=torch.zeros(())), rows(4, 2, 7), ROWS),
-    "an argument written to and returned": lambda: (module(argument_written), rows(4, 2, 7), ROWS),
-    "interpolate": lambda: (module(interpolated), rows(4, 2, 7), ROWS),
-    "random numbers": lambda: (module(random_numbers), rows(4, 2, 7), ROWS),
+    "an argument written to and returned": lambda: (module(argument_written), rows(4, 2, 7), FROM_2),
+    "random numbers": lambda: (module(random_numbers), rows(4, 2, 7), FROM_2),
     "cond": lambda: (module(chosen, layer=nn.Linear(8, 8)), [*rows(4, 1), (-_numbers(2, 8),)], ROWS),
     "cond with autocast in a branch": lambda: (
         module(chosen_under_autocast),
@@ -244,23 +240,21 @@ SERVED = {
     "while loop": lambda: (module(looped, layer=nn.Linear(8, 8)), rows(4, 2, 1), ROWS),
     "scan": lambda: (module(scanned), rows(4, 2, 1), ROWS),
     "map": lambda: (module(mapped, weight=_weight()), rows(4, 2, 1), ROWS),
-    "gradient": lambda: (module(gradient, weight=_weight()), rows(4, 2, 1), ROWS),
-    "gradient of each row": lambda: (module(per_row_gradient, weight=_weight()), rows(4, 2, 1), ROWS),
     "jacobian": lambda: (module(jacobian, weight=_weight()), rows(8, 8), {}),
     "flex attention": lambda: (
         module(flexed, layer=nn.Linear(8, 8), bias=torch.ones(1)),
         _sequences(4, 2, 7),
-        SEQ,
+        SEQ_FROM_2,
     ),
     "flex attention with its sums": lambda: (
         module(flexed_with_sums, layer=nn.Linear(8, 8)),
         _sequences(4, 2, 7),
-        SEQ,
+        SEQ_FROM_2,
     ),
     "flex attention with a block mask": lambda: (module(flexed_by_blocks, layer=nn.Linear(8, 8)), _sequences(128), {}),
 }
 
-#: Of which a warm has something to say: what it says.
+#: The notes of their warms.
 NOTED = {
     "conv1d of a dynamic length": "No variant serves length = 1, at which the model itself does not run",
     "conv2d": "rows serves 1 to 15 because of",  # torch chooses another kernel from 16 on
@@ -272,12 +266,23 @@ NOTED = {
     "distances": "rows serves 2 to 25 because of",  # and another way from 26 on
 }
 
-#: The same, of what only a warm with Inductor says.
+#: Notes that only a warm with Inductor has.
 NOTED_OF_NATIVE = {"flex attention with its sums": "`return_lse` is not supported yet"}
 
 
+#: Like those of small_rows.py.
+_ROWS_OF_EIGHT = ROWS_OF_EIGHT | {
+    "nested compile regions": (regions, {"weight": _weight()}),
+    "a buffer replaced": (buffer_replaced, {"count": torch.zeros(())}),
+    "a buffer written to": (buffer_written, {"count": torch.zeros(())}),
+    "interpolate": (interpolated, {}),
+    "gradient": (gradient, {"weight": _weight()}),
+    "gradient of each row": (per_row_gradient, {"weight": _weight()}),
+}
+
+
 class Together(nn.Module):
-    """Gives what each of several modules gives, by its name: a trace of all costs little more than a trace of one."""
+    """Calls several modules: a trace of all costs little more than a trace of one."""
 
     def __init__(self, names):
         super().__init__()
@@ -288,18 +293,18 @@ class Together(nn.Module):
 
 
 def _of_rows(name):
-    function, parts = ROWS_OF_EIGHT[name]
+    function, parts = _ROWS_OF_EIGHT[name]
     return module(function, **parts)
 
 
-for _name in filter(NOTED.__contains__, ROWS_OF_EIGHT):
+for _name in filter(NOTED.__contains__, _ROWS_OF_EIGHT):
     SERVED[_name] = lambda name=_name: (_of_rows(name), rows(4, 2, 7), FROM_2)
-_SILENT = [name for name in ROWS_OF_EIGHT if name not in NOTED]
-for _start in range(0, len(_SILENT), 9):
-    _names = _SILENT[_start : _start + 9]
+_SILENT = [name for name in _ROWS_OF_EIGHT if name not in NOTED]
+for _start in range(0, len(_SILENT), 16):
+    _names = _SILENT[_start : _start + 16]
     SERVED[f"{_names[0]} to {_names[-1]}"] = lambda names=_names: (Together(names).eval(), rows(4, 2, 7), FROM_2)
 
-#: Refused, with the user's line where there is one.
+#: Refused, with the line of the user's code if there is one.
 REFUSED = {
     "gru of a dynamic length": (
         lambda: (module(recurrent, layer=nn.GRU(8, 8, batch_first=True)), _sequences(4), SEQ),

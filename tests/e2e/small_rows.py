@@ -1,4 +1,4 @@
-"""More small modules, each over rows of eight numbers: name → (forward, parts)."""
+"""Small modules over rows of eight numbers: name → (forward, parts)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def chosen_by_type(self, x):
 
 
 def hooked():
-    """A layer with hooks of every kind, each of which changes what it gives."""
+    """Return a layer with hooks of every kind, each of which changes its output."""
     layer = nn.Linear(8, 8)
     layer.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
     layer.register_forward_hook(lambda _, args, output: output + args[0], always_call=True)

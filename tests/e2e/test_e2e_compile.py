@@ -1,6 +1,6 @@
-"""`cgtool.compile` in the place of `torch.compile`, with Inductor: examples, signatures, outputs, configurations.
+"""`cgtool.compile` in place of `torch.compile`: examples, signatures, outputs and configurations.
 
-The first compile is done in workers, as is the default, and others in this process, which has imported Inductor once.
+The first compile runs in workers, as by default, and others in this process, which imports Inductor once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.torch
 
 HERE = Path(__file__).parent
 BATCH = {"x": {0: "batch"}}
-#: Makes code that is right for its own sizes alone, as the default does, in half the time.
+FROM_2 = {"x": {0: ("batch", 2, None)}}
+#: Generates native code for its own sizes, as the default does, in half the time.
 QUICK = "inductor_standalone"
 
 
@@ -42,19 +43,19 @@ def no_grad():
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """Compile here, and prove nothing in another process: outputs are compared with eager's here."""
+    """Compile in this process and without proofs, because the tests compare outputs with eager's."""
     monkeypatch.setenv("CGTOOL_JOBS", "0")
     monkeypatch.setenv("CGTOOL_PROOF", "0")
 
 
 @pytest.fixture
 def eager(monkeypatch):
-    """For what is not about what is compiled."""
+    """Use the adaptor `eager`, for tests that are not about native code."""
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
 
 
 def shapes(root):
-    """The shapes that a cache's one entry has artifacts for."""
+    """Return the shapes that the only entry of a cache has artifacts for."""
     return {shape_text(artifact["shape"]) for artifact in inspect(root)["artifacts"]}
 
 
@@ -63,24 +64,23 @@ def files(root):
 
 
 def same(run, module, *args, **kwargs):
-    """A call equals eager's."""
+    """Check that a call equals eager's."""
     expected = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     difference(run(*args, **kwargs), expected)
 
 
 @pytest.fixture(scope="module")
 def nested(tmp_path_factory):
-    """A model that was compiled for an example in a worker, and its cache."""
+    """A model that a worker compiled."""
     root, module = tmp_path_factory.mktemp("nested") / "cache", models.Nested().eval()
     example, config = (models.x_of(),), CompilationConfig(adaptor=QUICK, jobs=1)
     with torch.no_grad(), forking():
-        run = cgtool.compile(module, example_args=example, dynamic=BATCH, config=config, cache_dir=root)
-    return root, module, run
+        return cgtool.compile(module, example_args=example, dynamic=FROM_2, config=config, cache_dir=root)
 
 
 @pytest.fixture(scope="module")
 def signature(tmp_path_factory):
-    """The cache of a model that was compiled for an example by position."""
+    """The cache of a model that was compiled for a positional example."""
     root, module = tmp_path_factory.mktemp("signature") / "cache", models.Signature().eval()
     config = CompilationConfig(adaptor="eager", jobs=0)
     with torch.no_grad():
@@ -88,14 +88,13 @@ def signature(tmp_path_factory):
     return root
 
 
-def test_outputs_of_nested_containers_come_back_as_they_were(nested):
-    _, module, run = nested
-    for batch in range(1, 20):
-        same(run, module, models.x_of(batch))
+def test_nested_outputs_have_the_containers_of_the_model(nested):
+    for batch in range(2, 20):
+        same(nested, nested.module, models.x_of(batch))
 
 
 @pytest.mark.parametrize("spelled", ["by position", "by name", "with its defaults"])
-def test_a_second_compile_loads_however_the_example_is_spelled(signature, eager, spelled):
+def test_a_second_compile_hits_however_the_example_is_passed(signature, eager, spelled):
     root, module = signature, models.Signature().eval()
     x = models.x_of()
     before = files(root)
@@ -107,19 +106,20 @@ def test_a_second_compile_loads_however_the_example_is_spelled(signature, eager,
     run = cgtool.compile(module, example_args=args, example_kwargs=kwargs, dynamic=BATCH, cache_dir=root)
     same(run, module, models.x_of(7))
     assert files(root) == before
-    assert inspect(root)["variants"] == 2  # and one entry, whatever came first
+    assert inspect(root)["variants"] == 2  # in a single entry
     assert units(root) == 2
 
 
-def test_a_fresh_process_loads_what_was_compiled_for_the_same_model(nested):
-    root, model = nested[0], f"{HERE / 'e2e_models.py'}:nested"
+def test_another_process_loads_the_entry_of_a_compile(tmp_path, eager):
+    root, model, spec = tmp_path / "cache", f"{HERE / 'e2e_models.py'}:nested", models.nested()
+    cgtool.compile(spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, cache_dir=root)
     calls = [{"batch": n} for n in range(1, 10)]
     report = compare(model, root, calls)
     assert (report["calls"], report["failures"]) == (9, [])
-    assert command("warm", model, "--cache-dir", root, "--check", "--weights", "real", "--adaptor", QUICK).code == 0
+    assert command("warm", model, "--cache-dir", root, "--check", "--weights", "real").code == 0
 
 
-def test_what_dynamo_named_for_one_process_is_found_in_the_next(tmp_path):
+def test_a_name_that_dynamo_creates_does_not_cause_a_miss(tmp_path):
     root, model = tmp_path / "cache", f"{HERE / 'e2e_models.py'}:asking"
     assert not warm(model, root, "--adaptor", "eager")["hit"]
     report = warm(model, root, "--adaptor", "eager")
@@ -127,7 +127,7 @@ def test_what_dynamo_named_for_one_process_is_found_in_the_next(tmp_path):
     assert compare(model, root, [{"batch": n} for n in (1, 2, 5)])["failures"] == []
 
 
-def test_without_an_example_the_first_call_is_one(tmp_path, eager):
+def test_without_an_example_the_first_call_is_the_example(tmp_path, eager):
     root, module = tmp_path / "cache", models.Signature().eval()
     run = cgtool.compile(module, dynamic=BATCH, cache_dir=root)
     assert not root.exists()
@@ -139,10 +139,10 @@ def test_without_an_example_the_first_call_is_one(tmp_path, eager):
     before = files(root)
     with pytest.raises(cgtool.GuardError, match="scale"):
         run(x)
-    assert files(root) == before  # nothing compiles behind a request
+    assert files(root) == before  # calls do not compile
 
 
-def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_disabled_cache_compiles_and_writes_nothing(tmp_path, monkeypatch):
     root, module = tmp_path / "cache", models.Signature().eval()
     off = CompilationConfig(adaptor="eager", disable_cache=True, jobs=0)
     run = cgtool.compile(module, example_args=(models.x_of(),), dynamic=BATCH, config=off, cache_dir=root)
@@ -163,7 +163,7 @@ def test_the_cache_switched_off_compiles_and_leaves_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("otherwise", ["raise", "eager", "warm", "background"])
-def test_what_is_compiled_keeps_nothing_of_its_own_in_the_model(tmp_path, monkeypatch, otherwise):
+def test_a_compiled_model_sets_no_attributes_on_the_original(tmp_path, monkeypatch, otherwise):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     module, x = models.Signature().eval(), models.x_of()
     before = set(vars(module))
@@ -177,11 +177,11 @@ def test_what_is_compiled_keeps_nothing_of_its_own_in_the_model(tmp_path, monkey
 
 
 @pytest.mark.parametrize("otherwise", ["raise", "eager"])
-def test_a_copy_runs_with_weights_of_its_own(tmp_path, monkeypatch, otherwise):
+def test_a_copy_runs_with_its_own_weights(tmp_path, monkeypatch, otherwise):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     module, x = models.Signature().eval(), models.x_of()
     cgtool.compile(module, example_args=(x,), cache_dir=tmp_path)
-    waiting = cgtool.compile(module, cache_dir=tmp_path, otherwise=otherwise)  # as its first call has not come
+    waiting = cgtool.compile(module, cache_dir=tmp_path, otherwise=otherwise)  # it has not been called yet
     for run in (cgtool.load(module, cache_dir=tmp_path, otherwise=otherwise), waiting):
         run(x)
         copied = copy.deepcopy(run)
@@ -189,10 +189,10 @@ def test_a_copy_runs_with_weights_of_its_own(tmp_path, monkeypatch, otherwise):
         same(copied, copied.module, x)
         same(run, module, x)
         assert (copied(x) != run(x)).any()
-    same(pickle.loads(pickle.dumps(waiting)), module, x)  # as a DataLoader's workers send it
+    same(pickle.loads(pickle.dumps(waiting)), module, x)  # as for a DataLoader's workers
 
 
-def test_a_list_of_parameters_that_grows_is_seen_by_the_next_call(tmp_path, monkeypatch):
+def test_the_next_call_notices_that_a_parameter_list_has_grown(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     module, x = models.Scales().eval(), torch.rand(3, 4)
     run = cgtool.compile(module, example_args=(x,), cache_dir=tmp_path)
@@ -202,14 +202,14 @@ def test_a_list_of_parameters_that_grows_is_seen_by_the_next_call(tmp_path, monk
         run(x)
 
 
-def test_a_lazy_model_is_refused_in_a_sentence(tmp_path, monkeypatch):
+def test_an_uninitialized_lazy_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     with pytest.raises(ModelError, match=r"uninitialized parameters, as nn\.LazyLinear does\. Call the model once"):
         cgtool.compile(torch.nn.LazyLinear(3).eval(), example_args=(torch.rand(3, 4),), cache_dir=tmp_path)
 
 
-def test_an_assertion_about_a_tensor_is_compiled_in(tmp_path, monkeypatch):
-    """It stands in a loop of a kernel, where an error must not end the process."""
+def test_an_assertion_about_a_tensor_is_compiled(tmp_path, monkeypatch):
+    """It is in the loop of a kernel, where an error must not end the process."""
     monkeypatch.setenv("CGTOOL_ADAPTOR", QUICK)
     module, x = models.Positive().eval(), torch.rand(2000) + 1
     run = cgtool.compile(module, example_args=(x,), cache_dir=tmp_path)
@@ -220,7 +220,7 @@ def test_an_assertion_about_a_tensor_is_compiled_in(tmp_path, monkeypatch):
     same(run, module, x)
 
 
-def test_what_was_loaded_cannot_be_pickled(tmp_path, monkeypatch):
+def test_a_loaded_model_cannot_be_pickled(tmp_path, monkeypatch):
     monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")
     run = cgtool.compile(models.Signature().eval(), example_args=(models.x_of(),), cache_dir=tmp_path)
     with pytest.raises(UsageError, match=r"cannot be pickled\. Send the original model, and call cgtool\.load"):
@@ -238,16 +238,16 @@ def test_level_0_is_the_model_itself(tmp_path):
 LEVELS = {1: ("eager", 1, 0, 1), 2: ("aot_inductor", 1, 0, 1), 3: ("aot_inductor", 5, 2, 3)}
 
 
-def check_level(root, level, by, **fields):
-    spec, config = models.attention(), CompilationConfig(level=level, jobs=0, proof=False, **fields)
+def check_level(root, level, adaptor, **fields):
+    spec, config = models.attention_from_2(), CompilationConfig(level=level, jobs=0, proof=False, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
     )
-    for batch, seq in itertools.product((1, 2, 5), (1, 2, 9)):
+    for batch, seq in itertools.product((2, 5), (2, 9)):
         same(run, spec.module, models.attention_x(batch, seq))
     entry = inspect(root)
     _, pieces, splitting, unique = LEVELS[level]
-    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, by, 4)
+    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, adaptor, 1)
     assert (entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]) == (pieces, splitting, unique)
     loaded = cgtool.load(spec.module, config=config, cache_dir=root)
     same(loaded, spec.module, models.attention_x(3, 4))
@@ -262,7 +262,7 @@ def test_levels_1_to_3(tmp_path, level):
 
 
 @pytest.mark.parametrize("level", [2, 3])
-def test_levels_are_what_they_are_whatever_compiles(tmp_path, level):
+def test_levels_with_the_adaptor_eager(tmp_path, level):
     check_level(tmp_path / "cache", level, "eager", adaptor="eager")
 
 

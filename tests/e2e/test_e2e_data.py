@@ -1,4 +1,4 @@
-"""Sizes and numbers that come from data: they pass between pieces, and other data give what eager gives."""
+"""Data-dependent sizes and numbers pass between pieces, and results for other data equal eager's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _warmed(name, adaptor, root):
 
 @pytest.mark.parametrize("name", data_modules.CASES)
 @pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
-def test_other_data_give_what_eager_gives(tmp_path, name, adaptor):
+def test_results_for_other_data_equal_eagers(tmp_path, name, adaptor):
     module, calls, loaded, result = _warmed(name, adaptor, tmp_path)
     assert any(note.startswith("The results of these ops have data-dependent sizes") for note in result.notes)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_other_data_give_what_eager_gives(tmp_path, name, adaptor):
         ("two takes by one mask", {"torch.relu", "exp", "_operator.mul"}, "_operator.getitem"),
     ],
 )
-def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path, name, stays, apart):
+def test_ops_without_data_dependent_sizes_stay_in_compiled_pieces(tmp_path, name, stays, apart):
     _, _, loaded, _ = _warmed(name, "eager", tmp_path)
     plan = loaded.plan
     for variant in plan.variants:
@@ -63,7 +63,7 @@ def test_what_needs_no_data_stays_in_compiled_pieces(tmp_path, name, stays, apar
         ("a slice that is checked", lambda x, n: (x, n - 100)),
     ],
 )
-def test_data_that_the_model_refuses_are_refused(tmp_path, name, wrong):
+def test_data_that_the_model_rejects_are_rejected(tmp_path, name, wrong):
     module, calls, loaded, _ = _warmed(name, "eager", tmp_path)
     with torch.no_grad():
         for model in (module, loaded):
@@ -71,8 +71,8 @@ def test_data_that_the_model_refuses_are_refused(tmp_path, name, wrong):
                 model(*wrong(*copy.deepcopy(calls[0])))
 
 
-def test_sizes_that_the_trace_did_not_allow_are_refused_in_a_sentence(tmp_path):
-    """What a plan says of sizes from data is checked where the program finds them."""
+def test_data_dependent_sizes_outside_the_traced_range_are_refused(tmp_path):
+    """The relations of a plan are checked when the program computes these sizes."""
     module, calls, loaded, _ = _warmed("rows by a mask", "eager", tmp_path)
     plan = loaded.plan
     variant = plan.variants[0]

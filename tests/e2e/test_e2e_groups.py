@@ -1,4 +1,4 @@
-"""Process groups in forward: kept as data, found again in the next process, and another group is a miss."""
+"""Process groups in forward: stored as data and found again in the next process; another group is a miss."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class WithinAnOp(OfTheWorld):
 
 
 @pytest.mark.parametrize("kind", [OfTheWorld, InPlace, Held, WithinAnOp])
-def test_a_group_in_forward_is_data(tmp_path, kind):
+def test_a_group_in_forward_is_stored_as_data(tmp_path, kind):
     model = kind().eval()
     config, example = CompilationConfig(adaptor="eager"), torch.randn(3, 8)
     served = cgtool.compile(
@@ -89,7 +89,7 @@ def test_a_group_in_forward_is_data(tmp_path, kind):
 
 
 def reduced_across(x: torch.Tensor) -> torch.Tensor:
-    """Return what lies in memory otherwise than the fake says."""
+    """Return a tensor with other strides than the fake implementation's."""
     return all_reduced(x).t().contiguous().t()
 
 
@@ -108,7 +108,7 @@ class Across(OfTheWorld):
         return torch.ops.group_tests.reduced_across(self.layer(x)) + 1
 
 
-def test_ranks_make_all_calls_again_where_eager_lays_an_output_out_otherwise(tmp_path):
+def test_ranks_repeat_all_calls_if_eager_outputs_have_other_strides(tmp_path):
     model, x = Across().eval(), torch.randn(3, 8)
     config = CompilationConfig(adaptor="eager", jobs=0)
     served = cgtool.compile(model, example_args=(x,), config=config, cache_dir=tmp_path)
@@ -118,7 +118,7 @@ def test_ranks_make_all_calls_again_where_eager_lays_an_output_out_otherwise(tmp
 
 
 class Cut(OfTheWorld):
-    """A model whose collective fails where CUT is set, as it does where another rank is gone."""
+    """A model whose collective fails if CUT is set, as it does if another rank is gone."""
 
     def forward(self, x):
         return torch.ops.group_tests.cut(self.layer(x)).relu()
@@ -133,7 +133,7 @@ def cut(x: torch.Tensor) -> torch.Tensor:
 cgtool.direct_register_custom_op("cut", cut, mutates_args=[], fake_impl=torch.empty_like, namespace="group_tests")
 
 
-def test_a_call_whose_collective_failed_is_proved_by_a_later_warm(tmp_path, monkeypatch):
+def test_a_later_warm_proves_a_call_whose_collective_failed(tmp_path, monkeypatch):
     model = Cut().eval()
     for is_cut in (True, False):
         monkeypatch.setenv("CUT", "!" if is_cut else "")
@@ -144,7 +144,7 @@ def test_a_call_whose_collective_failed_is_proved_by_a_later_warm(tmp_path, monk
         assert '"proof_gap"' not in manifest.read_text()
 
 
-def test_when_torchs_functions_took_the_default_group_for_a_default_is_no_difference():
+def test_the_digest_of_a_function_does_not_depend_on_the_default_group_as_a_default():
     def taking(default):
         def reduced(x, group=default):
             return x, group
@@ -154,7 +154,7 @@ def test_when_torchs_functions_took_the_default_group_for_a_default_is_no_differ
     assert code_digest(taking(dist.group.WORLD)) == code_digest(taking(None)) != code_digest(taking(3))
 
 
-def test_a_group_of_the_same_ranks_serves_whatever_its_number_is(tmp_path):
+def test_a_group_of_the_same_ranks_hits_under_any_name(tmp_path):
     model, x = Held().eval(), torch.randn(3, 8)
     config = CompilationConfig(adaptor="eager", jobs=0)
     cgtool.compile(model, example_args=(x,), config=config, cache_dir=tmp_path)

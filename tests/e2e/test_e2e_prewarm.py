@@ -1,4 +1,4 @@
-"""What README shows for GitHub Actions, GitLab, Kubernetes and Docker: the commands run here, as a shell runs them."""
+"""README's steps for GitHub Actions, GitLab, Kubernetes and Docker, run in a shell."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cgtool.store.layout import CacheLayout
 
 README = (REPO / "README.md").read_text()
 BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)]
-#: Each keeps a folder between runs; the second of each kind uses a bucket.
+#: The first of each kind keeps a folder between runs; the second uses a bucket.
 GITHUB, GITHUB_BUCKET = (block for block in BLOCKS if "jobs" in block)
 GITLAB, GITLAB_BUCKET = (block for block in BLOCKS if "prewarm" in block)
 (POD,) = (block for block in BLOCKS if "initContainers" in block)
 
 pytestmark = pytest.mark.torch
 
-#: Writes the words of a command, a line each, and reads its exit code.
+#: Prints the arguments of a command, one per line, and reads its exit code.
 COMMAND = """cgtool() { printf '%s\\n' "$@" ''; read -r code; return "$code"; }
 """
 
 
 def steps_of(lines):
-    """The lines of a job that call cgtool."""
+    """Return the lines of a job that call cgtool."""
     return [line for line in lines if line.startswith("cgtool ")]
 
 
@@ -37,12 +37,12 @@ def github_steps(workflow=GITHUB):
     return steps_of(line for run in runs for line in run.splitlines())
 
 
-def test_both_jobs_do_the_same():
+def test_both_jobs_run_the_same_steps():
     assert github_steps() == steps_of(GITLAB["prewarm"]["script"])
     assert [line.split()[1] for line in github_steps()] == ["warm", "prune", "export"]
 
 
-def test_both_jobs_keep_the_folder_that_cgtool_fills():
+def test_both_jobs_keep_the_cache_folder():
     job = GITHUB["jobs"]["prewarm"]
     (kept,) = [step["with"]["path"] for step in job["steps"] if step.get("uses", "").startswith("actions/cache@")]
     assert job["env"]["CGTOOL_CACHE_DIR"].endswith("/" + kept)
@@ -51,13 +51,13 @@ def test_both_jobs_keep_the_folder_that_cgtool_fills():
 
 @pytest.fixture
 def sh(tmp_path, monkeypatch):
-    """Runs scripts in the folder of the test, where MODEL is a model and the cache is a folder."""
+    """Runs scripts in the folder of the test, with MODEL and CGTOOL_CACHE_DIR set."""
     monkeypatch.setenv("MODEL", str(REPO / "tests" / "cli" / "cli_sample_model.py") + ":build")
     monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / ".cgtool"))
-    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")  # the steps are shown here, and not a compiler
+    monkeypatch.setenv("CGTOOL_ADAPTOR", "eager")  # the test is about the steps, not about a compiler
 
     def sh(script):
-        """Run a script whose commands are forks of a process that imported torch; return what came of the last."""
+        """Run a script, with each command as a fork of a process that has imported torch; return the last result."""
         process = subprocess.Popen(["bash", "-e", "-c", COMMAND + script], stdin=PIPE, stdout=PIPE, text=True)
         words = []
         for line in process.stdout:
@@ -74,8 +74,8 @@ def sh(tmp_path, monkeypatch):
     return sh
 
 
-def test_the_steps_warm_once_and_hand_over_what_serves(sh, tmp_path, monkeypatch):
-    """A first run compiles, a second one finds all of it, and a machine that imports the bundle is served."""
+def test_the_steps_compile_once_and_export_an_entry_that_hits(sh, tmp_path, monkeypatch):
+    """A first run compiles, a second one reuses all units, and a machine that imports the bundle hits."""
     script = "\n".join(github_steps())
 
     def compiled():
@@ -90,19 +90,19 @@ def test_the_steps_warm_once_and_hand_over_what_serves(sh, tmp_path, monkeypatch
     assert served.report["hit"] is True
 
 
-def test_both_jobs_hand_what_they_compile_to_a_bucket(sh, tmp_path, monkeypatch):
+def test_both_jobs_push_to_a_bucket(sh, tmp_path, monkeypatch):
     steps = github_steps(GITHUB_BUCKET)
     assert steps == steps_of(GITLAB_BUCKET["prewarm"]["script"])
-    told = GITHUB_BUCKET["jobs"]["prewarm"]["env"]
-    assert told.items() <= GITLAB_BUCKET["prewarm"]["variables"].items()
+    variables = GITHUB_BUCKET["jobs"]["prewarm"]["env"]
+    assert variables.items() <= GITLAB_BUCKET["prewarm"]["variables"].items()
     with s3(monkeypatch):
-        monkeypatch.setenv("CGTOOL_REMOTE", told["CGTOOL_REMOTE"])
+        monkeypatch.setenv("CGTOOL_REMOTE", variables["CGTOOL_REMOTE"])
         for machine, hit in (("first", False), ("second", True)):
             monkeypatch.setenv("CGTOOL_CACHE_DIR", str(tmp_path / machine))
             assert sh("\n".join(steps) + " --json").report["hit"] is hit
 
 
-def test_an_init_container_pulls_what_serves_its_pod(sh, tmp_path, monkeypatch):
+def test_an_init_container_pulls_an_entry_that_hits(sh, tmp_path, monkeypatch):
     (pull,) = POD["initContainers"]
     (mount,), (volume,) = pull["volumeMounts"], POD["volumes"]
     variables = {variable["name"]: variable["value"] for variable in pull["env"]}
@@ -116,7 +116,7 @@ def test_an_init_container_pulls_what_serves_its_pod(sh, tmp_path, monkeypatch):
     assert sh(f'{script} && cgtool warm "$MODEL" --check --json').report["hit"] is True
 
 
-def test_an_image_holds_what_serves(sh, tmp_path, monkeypatch):
+def test_an_image_contains_an_entry_that_hits(sh, tmp_path, monkeypatch):
     (step,) = re.findall(r"`RUN ([^`]*)`", README)
     source, target = re.search(r"`COPY --from=warm (\S+) (\S+)`", README).groups()
     assert f"ENV CGTOOL_CACHE_DIR={target}" in README

@@ -1,8 +1,8 @@
-"""What a start from the cache costs beside eager's own, with the `eager` adaptor: all but the opening of packages.
+"""The time of a start from the cache compared with eager, with the adaptor `eager`: all but opening packages.
 
-Each start is a fresh process, in turn with one of eager's; the best of each counts, because this machine is shared.
-The bounds are wider than what is aimed at (ready within 1.3 of eager at 16 layers and within 1.5 at 80), so that a bad
-minute fails nothing and a mistake does. `-s` shows the figures.
+Fresh processes with and without cgtool alternate, and the best of each counts, because the machine may be busy.
+The bounds are wider than the targets (ready within 1.3 of eager at 16 layers and within 1.5 at 80), so that a bad
+minute fails nothing and a mistake does. `-s` shows the measurements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plan_bytes(folder):
     return plan.stat().st_size
 
 
-def test_a_layer_costs_a_plan_few_bytes_and_no_artifact(folders):
+def test_a_layer_adds_few_bytes_to_the_plan_and_no_artifact(folders):
     per_layer = (plan_bytes(folders[80]) - plan_bytes(folders[4])) / 76
     artifacts = {n: sum(f.stat().st_size for f in folder.rglob("artifacts/*")) for n, folder in folders.items()}
     sys.stdout.write(f"plan bytes a layer: {per_layer:.0f}; artifacts 80 over 4: {artifacts[80] / artifacts[4]:.3f}")
@@ -51,7 +51,7 @@ def test_a_layer_costs_a_plan_few_bytes_and_no_artifact(folders):
 
 
 @pytest.mark.parametrize(("num_layers", "ratio"), [(16, 1.3), (80, 1.5)])
-def test_a_start_costs_about_what_eager_costs(folders, num_layers, ratio):
+def test_a_start_takes_about_as_long_as_eagers(folders, num_layers, ratio):
     start("load", num_layers, folders[num_layers])  # byte code of the package is written once
     pairs = [(start("eager", num_layers), start("load", num_layers, folders[num_layers])) for _ in range(STARTS)]
     eager = min(one["ready"] for one, _ in pairs)

@@ -1,4 +1,4 @@
-"""What people write, each thing in a small module: as compiled it equals eager, or it is refused in a sentence."""
+"""Features of PyTorch code, each in a small module: compiled, they equal eager, or they are refused with a reason."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def no_grad():
 @pytest.mark.filterwarnings("ignore:.*return_lse:FutureWarning")
 @pytest.mark.parametrize("adaptor", ["eager", pytest.param("aot_inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_modules.SERVED)
-def test_what_is_compiled_and_what_is_loaded_equal_eager_at_every_shape(tmp_path, name, adaptor):
+def test_compiled_and_loaded_modules_equal_eager_at_every_shape(tmp_path, name, adaptor):
     module, calls, dynamic = small_modules.SERVED[name]()
     config, root = cgtool.CompilationConfig(adaptor=adaptor, jobs=0), tmp_path / "cache"
     spec = cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=calls[0])], dynamic=dynamic)
-    said = " ".join(warm(spec, config=config, cache_dir=root).notes)
+    notes = " ".join(warm(spec, config=config, cache_dir=root).notes)
     noted = small_modules.NOTED | (small_modules.NOTED_OF_NATIVE if adaptor == "aot_inductor" else {})
-    assert noted.get(name, "") in said
-    assert (name in noted) == bool(said), said
+    assert noted.get(name, "") in notes
+    assert (name in noted) == bool(notes), notes
     run = cgtool.compile(module, example_args=calls[0], dynamic=dynamic, config=config, cache_dir=root)
     loaded = cgtool.load(copy.deepcopy(module), config=config, cache_dir=root)
     for call in calls:
@@ -52,7 +52,7 @@ def test_what_is_compiled_and_what_is_loaded_equal_eager_at_every_shape(tmp_path
 
 
 @pytest.mark.parametrize("name", small_modules.REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, name):
+def test_unsupported_modules_are_refused_with_the_reason(tmp_path, name):
     make, words = small_modules.REFUSED[name]
     module, (call, *_), dynamic = make()
     config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
@@ -60,7 +60,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path, name):
         cgtool.compile(module, example_args=call, dynamic=dynamic, config=config, cache_dir=tmp_path / "cache")
 
 
-def test_a_size_at_which_the_model_itself_fails_is_left_out_and_said(tmp_path, caplog):
+def test_a_size_at_which_the_model_fails_is_left_out_with_a_note(tmp_path, caplog):
     module, (call, *_), dynamic = small_modules.SERVED["conv1d of a dynamic length"]()
     spec = cgtool.ModelSpec(module=module, calls=[cgtool.ExampleCall(args=call)], dynamic=dynamic)
     config = cgtool.CompilationConfig(adaptor="eager", jobs=0)
@@ -74,7 +74,7 @@ def test_a_size_at_which_the_model_itself_fails_is_left_out_and_said(tmp_path, c
             loaded(call[0][:, :, :length])
 
 
-def test_a_bound_method_is_a_part_of_its_own(tmp_path):
+def test_a_bound_method_has_its_own_entry(tmp_path):
     class Both(torch.nn.Module):
         def forward(self, x):
             return x + 1

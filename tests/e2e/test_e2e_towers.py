@@ -1,4 +1,4 @@
-"""Models of transformers that look at images, or at images and words, from `cgtool warm` to a fresh process."""
+"""Vision models of transformers, with and without text, from `cgtool warm` to another process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def warmed(tmp_path, model_type, **fields):
 
 
 @pytest.mark.slow
-def test_a_model_whose_code_asks_for_the_grad_mode_is_served_as_it_was_traced(tmp_path):
-    # The head of SigLIP is torch's MultiheadAttention, which looks whether gradients are recorded.
+def test_a_model_whose_code_checks_the_grad_mode_is_served(tmp_path):
+    # The head of SigLIP is torch's MultiheadAttention, which checks whether gradients are recorded.
     model = warmed(tmp_path, "siglip_vision_model", **_VISION)
     checked = compare(model, tmp_path / "cache", [{"batch": batch} for batch in (1, 2, 5)])
     assert (checked["calls"], checked["failures"]) == (3, [])
@@ -34,7 +34,7 @@ def test_a_model_whose_code_asks_for_the_grad_mode_is_served_as_it_was_traced(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["clip", "siglip"])
-def test_two_towers_have_a_number_of_images_beside_that_of_texts(tmp_path, model_type):
+def test_models_of_images_and_texts_have_separate_batch_sizes(tmp_path, model_type):
     model = warmed(tmp_path, model_type, text_config=_TEXT, vision_config=_VISION)
     sizes = [{"batch": b, "seq": s, "images": i} for b, s, i in ((1, 1, 1), (1, 9, 3), (3, 16, 1), (4, 7, 2))]
     checked = compare(model, tmp_path / "cache", sizes)

@@ -1,4 +1,4 @@
-"""Models of transformers, built small from their configs and split at attention: two dynamic dimensions, as eager."""
+"""Small models of transformers, split at attention and with two dynamic dimensions, equal eager."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROW = [{"batch": 1, "seq": s} for s in range(1, 65)]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("adaptor", ["inductor_standalone", "aot_inductor"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_outputs_equal_eagers_in_a_fresh_process(tmp_path, name, adaptor):
+def test_outputs_equal_eagers_in_another_process(tmp_path, name, adaptor):
     folder, root = tmp_path / name, tmp_path / "cache"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": name, **CONFIGS[name]}))
