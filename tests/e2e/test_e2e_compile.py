@@ -238,7 +238,7 @@ def test_level_0_is_the_model_itself(tmp_path):
 LEVELS = {1: ("eager", 1, 0, 1), 2: ("aot_inductor", 1, 0, 1), 3: ("aot_inductor", 5, 2, 3)}
 
 
-def check_level(root, level, adaptor, **fields):
+def check_level(root, level, compiler, **fields):
     spec, config = models.attention_from_2(), CompilationConfig(level=level, jobs=0, proof=False, **fields)
     run = cgtool.compile(
         spec.module, example_args=spec.calls[0].args, dynamic=spec.dynamic, config=config, cache_dir=root
@@ -247,7 +247,7 @@ def check_level(root, level, adaptor, **fields):
         same(run, spec.module, models.attention_x(batch, seq))
     entry = inspect(root)
     _, pieces, splitting, unique = LEVELS[level]
-    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, adaptor, 1)
+    assert (entry["level"], entry["adaptor"], entry["variants"]) == (level, compiler, 1)
     assert (entry["pieces"], entry["splitting_pieces"], entry["unique_pieces"]) == (pieces, splitting, unique)
     loaded = cgtool.load(spec.module, config=config, cache_dir=root)
     same(loaded, spec.module, models.attention_x(3, 4))
