@@ -185,7 +185,7 @@ KEPT = {
     "weight norm by a hook": (lambda self, x: self.layer(x), {"layer": with_hooks_of_old()}, {}),
 }
 
-#: Those that store tensors whose sizes depend on the number of rows, so that a single row has other variants.
+#: Modules that store tensors with a size that depends on the number of rows.
 OF_THE_SIZE = (
     "what was computed last",
     "by a part, in an attribute that was not there",

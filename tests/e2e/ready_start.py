@@ -1,4 +1,4 @@
-"""One start of a model in a fresh process: prints what it took as JSON. Run by the test of readiness, or by hand.
+"""Starts a model in a fresh process and prints its times as JSON. Run by test_e2e_ready.py, or by hand.
 
 python tests/e2e/ready_start.py eager 16
 python tests/e2e/ready_start.py warm 16 FOLDER
@@ -31,7 +31,7 @@ def eager(module, args):
 def load(module, args, folder):
     collections = gc.get_stats()[2]["collections"]
     start = time.perf_counter()
-    import cgtool  # a part of what is measured
+    import cgtool  # the import is measured, too
 
     loaded = cgtool.load(module, cache_dir=folder)
     opened = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The whole way on a CUDA device: warm under fake tensors, load in a fresh process, equal eager."""
+"""On a CUDA device: warm with fake weights, load in a fresh process, and equal eager."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(*command: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
+def test_a_model_warmed_for_cuda_equals_eager_in_a_fresh_process(tmp_path):
     cache = str(tmp_path / "cache")
     command = [sys.executable, "-m", "cgtool", "warm", f"{FIXTURES / 'tiny_llama.py'}:build", "--json"]
     command += ["--device", "cuda", "--dtype", "bfloat16", "--arg", "dtype=bfloat16", "--compile-sizes", "1,8"]
@@ -71,13 +71,13 @@ def test_a_model_warmed_for_cuda_serves_a_fresh_process_as_eager_does(tmp_path):
     # bfloat16 has 8 bits of mantissa; eager rounds after every operation, a fused kernel once.
     assert served["worst"] < 0.1
     assert "cpu" in served["refused"]
-    if torch.cuda.device_count() > 1:  # another GPU of its kind, which is all that this process sees
+    if torch.cuda.device_count() > 1:  # the process sees only another GPU of the same kind
         there = json.loads(run(sys.executable, "-c", SERVE, cache, CUDA_VISIBLE_DEVICES="1"))
         assert there["worst"] < 0.1
 
 
-def test_variants_are_called_beside_the_model_while_others_compile(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "prove_calls", None)  # it would call them all at the end
+def test_variants_are_proved_while_others_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "prove_calls", None)  # would prove all of them at the end
     call = cgtool.ExampleCall(args=(torch.ones(4, 1, device="cuda"),))
     spec = cgtool.ModelSpec(module=Wide().eval().cuda(), calls=[call], dynamic={"x": {0: "rows"}})
     config = cgtool.CompilationConfig(compile_sizes=[8], jobs=2)
@@ -101,13 +101,13 @@ class Counts(torch.nn.Module):
 
 
 def displaced(tensor):
-    """The same values on the GPU, one element after where an allocator would begin."""
+    """Return the same values on the GPU, one element after the start of an allocation."""
     room = torch.zeros(tensor.numel() + 1, device="cuda")
     room[1:] = tensor.reshape(-1)
     return room[1:].view(tensor.shape)
 
 
-def test_tensors_that_begin_at_any_element_are_served_and_written_to(tmp_path):
+def test_misaligned_tensors_are_read_and_written_to(tmp_path):
     model, eager = Counts().eval().cuda(), Counts().eval().cuda()
     rows = {0: ("rows", 2, None)}
     loaded = cgtool.compile(model, dynamic={"x": rows, "seen": rows}, cache_dir=tmp_path)
@@ -125,7 +125,7 @@ def test_tensors_that_begin_at_any_element_are_served_and_written_to(tmp_path):
 
 
 class Wide(torch.nn.Module):
-    """Gives 4,096 numbers for each that it is given."""
+    """Returns 4,096 numbers for each number of its argument."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class Wide(torch.nn.Module):
 
 
 def wide(tmp_path, adaptor):
-    """A model, and what it was compiled to."""
+    """Return a model and its compiled version."""
     model, config = Wide().eval().cuda(), cgtool.CompilationConfig(adaptor=adaptor)
     rows = {0: ("rows", 2, None)}
     return model, cgtool.compile(
@@ -150,14 +150,14 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 
 @torch.no_grad()
 @each_adaptor
-def test_a_call_runs_on_the_stream_that_is_current(tmp_path, adaptor):
+def test_a_call_runs_on_the_current_stream(tmp_path, adaptor):
     model, loaded = wide(tmp_path, adaptor)
     x, values = torch.zeros(64, 1, device="cuda"), torch.rand(64, 1, device="cuda")
     loaded(x)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(500_000_000)  # what ran on another stream would meanwhile read zeros
+        torch.cuda._sleep(500_000_000)  # a call on another stream would read zeros meanwhile
         x.copy_(values)
         got = loaded(x)
     assert not stream.query()
@@ -167,7 +167,7 @@ def test_a_call_runs_on_the_stream_that_is_current(tmp_path, adaptor):
 
 @torch.no_grad()
 @each_adaptor
-def test_a_call_that_runs_out_of_memory_says_so_and_the_next_one_is_served(tmp_path, adaptor):
+def test_a_call_that_runs_out_of_memory_raises_and_the_next_one_succeeds(tmp_path, adaptor):
     model, loaded = wide(tmp_path, adaptor)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(8e9 / total)
@@ -181,7 +181,7 @@ def test_a_call_that_runs_out_of_memory_says_so_and_the_next_one_is_served(tmp_p
 
 
 @torch.no_grad()
-def test_load_and_calls_take_no_more_memory_than_eager(tmp_path):
+def test_load_and_calls_use_no_more_memory_than_eager(tmp_path):
     sys.path.insert(0, str(FIXTURES))
     import tiny_llama
 
@@ -226,14 +226,14 @@ def test_an_entry_of_the_first_gpu_serves_a_model_on_the_second_while_the_first_
             torch.cuda.current_stream(1).synchronize()
             assert got.device == x.device
             torch.testing.assert_close(got, there(x))
-        assert not torch.cuda.current_stream(0).query()  # nothing waited for the first GPU
+        assert not torch.cuda.current_stream(0).query()  # no call waited for the first GPU
     with pytest.raises(cgtool.GuardError, match="cuda:0"):
         loaded(x.to("cuda:0"))
     torch.testing.assert_close(cgtool.load(model, cache_dir=tmp_path)(x.to("cuda:0")).cpu(), there(x).cpu())
 
 
 @two_devices
-def test_two_ranks_over_nccl_equal_the_whole_model_with_graphs_and_without(tmp_path):
+def test_two_ranks_over_nccl_equal_the_whole_model_with_and_without_graphs(tmp_path):
     root, model = tmp_path / "cache", FIXTURES.parent / "tests" / "e2e" / "ranks_model.py"
 
     def ranks(log, *arguments):

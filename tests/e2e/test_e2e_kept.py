@@ -26,6 +26,7 @@ from cgtool.serving.model import GraphedModel
 pytestmark = pytest.mark.torch
 FROM_2 = {"x": {0: ("rows", 2, None)}}
 CONFIG = cgtool.CompilationConfig(adaptor="eager", jobs=0)
+UNPROVED = CONFIG.replace(proof=False)
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +87,10 @@ def test_each_call_stores_what_the_model_itself_stores(tmp_path, name, adaptor):
     agree(cgtool.load(served.module, config=config, cache_dir=tmp_path), copy.deepcopy(served.module), (4, 2))
 
 
-def compiled(name, root, **options):
+def compiled(name, root):
     (example,) = small_modules.rows(4)
     model = made(name)
-    return cgtool.compile(model, example_args=example, dynamic=FROM_2, config=CONFIG, cache_dir=root, **options)
+    return cgtool.compile(model, example_args=example, dynamic=FROM_2, config=UNPROVED, cache_dir=root)
 
 
 def test_the_next_call_reads_what_a_call_stored(tmp_path):
