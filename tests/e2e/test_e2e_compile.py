@@ -295,7 +295,7 @@ def test_sizes_and_ranges_of_two_dimensions(tmp_path, name, adaptor):
 
 
 def test_an_integer_size_of_two_dimensions_needs_size_dim(tmp_path):
-    root, spec = tmp_path / "cache", models.attention()
+    root, spec = tmp_path / "cache", models.attention_from_2()
     with pytest.raises(UsageError, match="size_dim"):
         cgtool.compile(
             spec.module,
