@@ -25,7 +25,6 @@ from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder, MatchedEntry, open_entry, rank_here
-from cgtool.runtime.modules import FunctionModel
 from cgtool.store.layout import DEFAULT_PREFIX, CacheLayout
 from cgtool.store.lookup import StateStore
 from cgtool.store.trust import TrustPolicy
@@ -172,6 +171,8 @@ def _resolve_method(module: Any, prefix: str | None) -> tuple[Any, str, str]:
     A function is compiled as the `forward` of a model without weights.
     """
     if isinstance(module, FunctionType):
+        from cgtool.runtime.function import FunctionModel  # imported lazily: most programs pass a model
+
         return FunctionModel(module), "forward", prefix or DEFAULT_PREFIX
     if not isinstance(module, MethodType):
         return _check_module(module), "forward", prefix or DEFAULT_PREFIX

@@ -25,7 +25,7 @@ from cgtool.errors import ModelError, UsageError
 from cgtool.host import environment
 from cgtool.model import DynamicDims
 from cgtool.runtime import _torch as private
-from cgtool.runtime.modules import AsModule
+from cgtool.runtime.call import AsModule
 from cgtool.runtime.otherwise import Otherwise
 from cgtool.store.layout import DEFAULT_PREFIX
 from cgtool.threads import ForkedLock

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from cgtool.errors import GuardError
 from cgtool.host import count
-from cgtool.runtime.call import NOT_SERVED, LoadedModel
-from cgtool.runtime.modules import AsModule
+from cgtool.runtime.call import NOT_SERVED, AsModule, LoadedModel
 from cgtool.threads import ForkedLock, beside_calls
 
 _log = logging.getLogger(__name__)
