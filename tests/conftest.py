@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,10 @@ if os.access(MEMORY, os.W_OK | os.X_OK):
     _space = os.statvfs(MEMORY)
     if not _space.f_flag & os.ST_NOEXEC and _space.f_bavail * _space.f_frsize >= 8 << 30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# A shell that runs this in the background has it ignore Ctrl-C, which every process that a test starts would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers and their children share two cores, so idle threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

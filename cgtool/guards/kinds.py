@@ -71,7 +71,15 @@ from cgtool.errors import GuardError, TraceError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
 from cgtool.guards.code import code_digest, define, plain_text, registered
-from cgtool.guards.sources import PARTS, NotImportedError, Roots, canonical_module_name, parse_source, qualified_name
+from cgtool.guards.sources import (
+    PARTS,
+    NotImportedError,
+    Roots,
+    canonical_module_name,
+    parse_source,
+    qualified_name,
+    stored_keys,
+)
 from cgtool.plan.grammar import canonical_json, digest_of
 from cgtool.plan.records import Guard, source_words
 
@@ -368,7 +376,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
     "answers": _answers,
     "type": _type,
     "length": _length,
-    "keys": lambda value: [encode_literal(key) for key in value],
+    "keys": lambda value: [encode_literal(key) for key in stored_keys(value)],
     "empty": lambda value: len(value) == 0,
     "hooks": lambda module: sum(len(vars(module).get(name) or ()) for name in HOOKS),
     "tensor": _tensor,
@@ -384,7 +392,7 @@ _PLAIN: dict[str, Callable[[Any], Json]] = {
 _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "class": lambda value, argument: define(value, names_of(argument)),
     "named": lambda value, argument: named(value, names_of(argument)),
-    "named_keys": lambda value, argument: sorted(names_of(argument).intersection(value)),
+    "named_keys": lambda value, argument: sorted(names_of(argument).intersection(stored_keys(value))),
     "registered": _registered,
     "contains": _contains,
     "group": lambda _, name: private.shared_by_processes(private.group_named(name)),

@@ -28,6 +28,7 @@ import operator
 import re
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -276,8 +277,30 @@ def apply_accessor(base: Any, accessor: Accessor) -> Any:
         if not isinstance(base, weakref.ref):
             raise TypeError("only weak references may be called")
         return base()
-    elements = list(base.values() if accessor.word == "values" else base)
+    if accessor.word == "list":
+        elements = list(base)
+    else:
+        elements = list(stored_values(base) if accessor.word == "values" else stored_keys(base))
     return elements[int(key)] if key is not None else elements
+
+
+def stored_keys(mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    """Return the keys that a dict holds, in order, whatever its class returns for them.
+
+    A class may compute what it returns: the values of transformers' `CONFIG_MAPPING` are imported from 500 modules.
+    Dynamo reads the dict itself, too.
+    """
+    return _dict_class(mapping).keys(mapping)
+
+
+def stored_values(mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    """Return the values that a dict holds, as `stored_keys` does the keys."""
+    return _dict_class(mapping).values(mapping)
+
+
+def _dict_class(mapping: Mapping[Any, Any]) -> Any:
+    """Return the built-in class whose methods read a dict; other mappings are read by their own."""
+    return next((kind for kind in (OrderedDict, dict) if isinstance(mapping, kind)), type(mapping))
 
 
 def find_module(name: str) -> ModuleType:

@@ -33,7 +33,15 @@ from torch import nn
 from cgtool.errors import TraceError
 from cgtool.guards.code import is_platform_code
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, own_attributes
-from cgtool.guards.sources import Roots, SourceError, canonical_module_name, parse_source, qualified_name
+from cgtool.guards.sources import (
+    Roots,
+    SourceError,
+    canonical_module_name,
+    parse_source,
+    qualified_name,
+    stored_keys,
+    stored_values,
+)
 from cgtool.guards.transformers import PROBES
 from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
@@ -304,7 +312,7 @@ class _Walk:
             self.add(source, "keys", describe("keys", value))
         except NoRuleError:
             self.add(source, "length", describe("length", value))
-        for index, (key, held) in enumerate(list(value.items())):
+        for index, (key, held) in enumerate(list(zip(stored_keys(value), stored_values(value), strict=True))):
             # A subclass that overrides `__getitem__` may return something else than the stored value.
             named = type(key) in (str, int) and type(value).__getitem__ is dict.__getitem__
             step = f"[{json.dumps(key)}]" if named else f"|values[{index}]"

@@ -206,6 +206,31 @@ def test_a_dict_with_computed_items_is_guarded_by_its_stored_items(tmp_path, mon
         cgtool.load(model, cache_dir=tmp_path)
 
 
+class Importing(dict):
+    """Computes all it returns, as transformers' mapping of configurations does: a trace would import 500 modules."""
+
+    def __iter__(self):
+        raise AssertionError("no trace enumerates what the class computes")
+
+    keys = values = items = __iter__
+
+
+IMPORTED = Importing(relu=nn.ReLU, silu=nn.SiLU)
+
+
+class Looking(nn.Module):
+    def forward(self, x):
+        return x if "gelu" in IMPORTED else x + 1
+
+
+def test_what_a_dict_subclass_computes_is_not_enumerated(tmp_path, monkeypatch):
+    model, x = Looking(), torch.ones(2)
+    agree(served(tmp_path, model, x), model, x)
+    monkeypatch.setitem(IMPORTED, "gelu", nn.GELU)
+    with pytest.raises(CacheMissError, match="IMPORTED"):
+        cgtool.load(model, cache_dir=tmp_path)
+
+
 class Wrapping(nn.Module):
     def __init__(self):
         super().__init__()
