@@ -33,6 +33,8 @@ _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "f
 PLACE = frozenset({"name_or_path", "_name_or_path"})
 #: Registries to which transformers adds model and output classes at their first use; they follow from the classes.
 _REGISTRIES = frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"})
+#: Methods of a metaclass that run only while a class is created or changed, which no trace does.
+_CLASS_CREATION = frozenset({"__prepare__", "__new__", "__init__", "__setattr__", "__delattr__"})
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"})
 _IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
 
@@ -107,7 +109,9 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
         function
         for cls in own
         for name, member in vars(cls).items()
-        if name == "__subclasshook__" or issubclass(cls, (enum.Enum, type))
+        if name == "__subclasshook__"
+        or issubclass(cls, enum.Enum)
+        or (issubclass(cls, type) and name not in _CLASS_CREATION)
         for function in _functions_of(member)
     ]
     seen: set[types.FunctionType] = set()
