@@ -21,7 +21,7 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -46,9 +46,11 @@ DEFAULT_LENGTH: Final = 2048
 _BATCH: Final = 2
 _SEQ: Final = 16
 
+#: What transformers calls the cache, in arguments and outputs: since 5.24, and before.
+_CACHE_NAMES: Final = ("cache", "past_key_values")
 #: Arguments that a step takes, or that have no effect with a cache.
 _ACCEPTED: Final = frozenset(
-    {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
+    {"input_ids", "position_ids", "attention_mask", *_CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict"}
 )
 #: The number of dimensions of a padding mask, and of a mask that attention takes.
 _PADDING_MASK_DIMS: Final = 2
@@ -71,6 +73,7 @@ class StaticCacheStep(nn.Module):
         self.takes_positions = "position_ids" in takes
         #: Whether it returns only the logits of the last token, which are the ones that `generate()` needs.
         self.keeps_last = "logits_to_keep" in takes
+        self.cache_name = _cache_name(takes)
         self.eval()
 
     def forward(self, input_ids: torch.Tensor, **tensors: torch.Tensor) -> torch.Tensor:
@@ -90,13 +93,14 @@ class StaticCacheStep(nn.Module):
         cache = StaticCache.__new__(StaticCache)
         super(StaticCache, cache).__init__(layers=layers)
         masks = {name[5:]: mask for name, mask in tensors.items() if name[:5] == "mask_"}
-        more: dict[str, Any] = {"position_ids": tensors["position_ids"]} if self.takes_positions else {}
+        more: dict[str, Any] = {self.cache_name: cache}
+        if self.takes_positions:
+            more["position_ids"] = tensors["position_ids"]
         if self.keeps_last:
             more["logits_to_keep"] = 1
         output = self.model.forward(  # not __call__: the model's hooks run around the compiled step
             input_ids=input_ids,
             attention_mask=masks or tensors.get("mask"),
-            past_key_values=cache,
             use_cache=True,
             **more,
         )
@@ -195,7 +199,8 @@ def _filled(model: nn.Module, length: int) -> Any:
     ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.no_grad(), _experts_of_any_dtype(model):
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            named = {_cache_name(inspect.signature(model.forward).parameters): cache}
+            model(input_ids=ids, use_cache=True, **named)
     except Exception as error:  # a model's code may raise any error
         msg = f"{type(model).__name__} does not run with a static cache ({type(error).__name__}: {error}). "
         msg += "Compile the model without --cache."
@@ -252,9 +257,10 @@ def _masks_for(
     """Return the masks that `generate()` creates for a call with this cache."""
     create: Callable[..., Any] = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    arguments = {"attention_mask": None, "position_ids": None, **given}
+    named = {_cache_name(inspect.signature(create).parameters): cache}
+    arguments = {"attention_mask": None, "position_ids": None, **named, **given}
     embeds = torch.empty((*shape, 0), dtype=dtype, device=device)
-    return create(config=model.config, inputs_embeds=embeds, past_key_values=cache, **arguments)
+    return create(config=model.config, inputs_embeds=embeds, **arguments)
 
 
 def _named_masks(masks: Any) -> dict[str, Any]:
@@ -292,6 +298,7 @@ class StaticCacheForward:
         self._loaded = loaded
         self._signature = inspect.signature(model.forward)
         self._output = _output_class(model)
+        self._cache_name = _cache_name(_field_names(self._output))
         step: Any = loaded.module
         self._takes_positions: bool = step.takes_positions
         self._keeps_last: bool = step.keeps_last
@@ -311,17 +318,17 @@ class StaticCacheForward:
         """
         given = {**self._signature.bind_partial(*args).arguments, **kwargs} if args else kwargs
         ids: Any = given.get("input_ids")
-        cache: Any = given.get("past_key_values")
+        cache = _cache_in(given)
         if isinstance(ids, torch.Tensor):
             self.fit(cache, ids)
         refusal = self._refusal(given)
         if refusal is not None:
             if isinstance(cache, StaticCache):
                 self._held.pop(cache, None)  # the model itself may write to the cache after this
-            raise GuardError(refusal, path="past_key_values")
+            raise GuardError(refusal, path=self._cache_name)
         logits = self._loaded(ids, **dict(self._arguments(given, ids, cache)))
         self._held[cache] += ids.shape[1]
-        return self._output(logits=logits, past_key_values=cache)
+        return self._output(logits=logits, **{self._cache_name: cache})
 
     attempt = __call__
 
@@ -347,7 +354,7 @@ class StaticCacheForward:
     def _refusal(self, given: Mapping[str, Any]) -> str | None:
         if any(child.training for child in self._model.children()):  # the copy has the same children
             return "The model is in training mode. Compiled models are for inference only: call model.eval() first."
-        cache = given.get("past_key_values")
+        cache = _cache_in(given)
         if not isinstance(cache, StaticCache):
             kind = "has no cache" if cache is None else f"has a {type(cache).__name__}"
             return (
@@ -425,10 +432,24 @@ def _output_class(model: Any) -> Any:
         hint = None
     for candidate in (hint, *typing.get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            fields = {field.name for field in dataclasses.fields(candidate)}
-            if {"logits", "past_key_values"} <= fields:
+            fields = _field_names(candidate)
+            if "logits" in fields and not fields.isdisjoint(_CACHE_NAMES):
                 return candidate
     return CausalLMOutputWithPast
+
+
+def _field_names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def _cache_name(names: Container[str]) -> str:
+    """Return what the cache is called among the arguments of a function, or the fields of an output."""
+    return next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[-1])
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among a call's arguments, under either of its names, or None."""
+    return next((arguments[name] for name in _CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def _layers_of(plan: Plan) -> list[tuple[tuple[int, int, str], ...]]:
@@ -477,12 +498,12 @@ def with_compiled_step(model: Any, loaded: LoadedModel, otherwise: Otherwise) ->
 
     @functools.wraps(prepare)
     def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        step.fit(kwargs.get("past_key_values"), input_ids)  # before masks are created for the cache
+        step.fit(_cache_in(kwargs), input_ids)  # before masks are created for the cache
         return prepare(input_ids, *args, **kwargs)
 
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is None:
+        if _cache_in(kwargs) is None:
             if (config := kwargs.get("generation_config")) is None:
                 kwargs.setdefault("cache_implementation", "static")
             elif config.cache_implementation is None:

@@ -33,7 +33,7 @@ _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "f
 PLACE = frozenset({"name_or_path", "_name_or_path"})
 #: Registries to which transformers adds model and output classes at their first use; they follow from the classes.
 _REGISTRIES = frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"})
-#: Methods of a metaclass that run only while a class is created or changed, which no trace does.
+#: Methods of a metaclass that run only while a class is created or changed, which a trace must not do.
 _CLASS_CREATION = frozenset({"__prepare__", "__new__", "__init__", "__setattr__", "__delattr__"})
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"})
 _IDENTITY_OPS = frozenset({"CONTAINS_OP", "BUILD_SET", "SET_ADD", "SET_UPDATE"})
@@ -94,7 +94,8 @@ def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
     """Yield the special methods of classes, which Python calls for operators and formats without a trace."""
     for cls in classes:
         for name, member in () if is_platform_code(cls) else vars(cls).items():
-            if isinstance(member, types.FunctionType) and name.startswith("__") and name != "__init__":
+            is_special = name.startswith("__") and name != "__init__" and not _creates_classes(cls, name)
+            if is_special and isinstance(member, types.FunctionType):
                 yield member.__code__
 
 
@@ -109,9 +110,7 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
         function
         for cls in own
         for name, member in vars(cls).items()
-        if name == "__subclasshook__"
-        or issubclass(cls, enum.Enum)
-        or (issubclass(cls, type) and name not in _CLASS_CREATION)
+        if name == "__subclasshook__" or (issubclass(cls, (enum.Enum, type)) and not _creates_classes(cls, name))
         for function in _functions_of(member)
     ]
     seen: set[types.FunctionType] = set()
@@ -127,6 +126,10 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
             with contextlib.suppress(ValueError):  # an empty cell
                 held.append(cell.cell_contents)
         pending += [found for value in held for found in _functions_of(value)]
+
+
+def _creates_classes(cls: type, name: str) -> bool:
+    return issubclass(cls, type) and name in _CLASS_CREATION
 
 
 def _spaces(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 
@@ -22,6 +23,10 @@ from cgtool.models import resolve_model  # noqa: E402
 pytestmark = pytest.mark.torch
 
 LENGTH = 96
+#: What this version of transformers calls the cache: `past_key_values` until 5.24.
+CACHE = {"cache", "past_key_values"}.intersection(
+    inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+).pop()
 EAGER = cgtool.CompilationConfig(adaptor="eager", proof=False)
 #: Without an end-of-sequence token: a small random model would emit it by chance.
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -153,26 +158,27 @@ def test_sixty_four_greedy_tokens_of_native_code_are_the_models_own(model_of, co
 def test_prefill_and_decode_steps_use_one_entry_and_write_to_the_cache_in_place(served):
     cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
     with torch.no_grad():
-        served(prompt(2), past_key_values=cache, logits_to_keep=1)
+        served(prompt(2), **{CACHE: cache}, logits_to_keep=1)
         keys = cache.layers[0].keys
         assert keys.shape == (2, 2, LENGTH, 8)
         assert keys[:, :, :7].abs().sum(-1).all()
         assert not keys[:, :, 7:].any()
-        served(prompt(2, 1), past_key_values=cache)
+        served(prompt(2, 1), **{CACHE: cache})
     assert cache.layers[0].keys is keys
     assert keys[:, :, 7].any()
     assert [int(layer.cumulative_length) for layer in cache.layers] == [8]
     assert {tuple(variant.fixed) for variant in served.recheck.__self__.plan.variants} >= {(), ("seq",)}
 
 
-def test_the_logits_are_the_models_own(model_of, served):
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_the_logits_are_the_models_own(model_of, served, name):
     model, ids = model_of("llama"), prompt(2)
     with torch.no_grad():
         expected = model(ids).logits[:, -1:]
         cache = transformers.StaticCache(config=model.config, max_cache_len=16)
-        got = served(ids, past_key_values=cache, logits_to_keep=1)
+        got = served(ids, **{name: cache}, logits_to_keep=1)
     torch.testing.assert_close(got.logits, expected)
-    assert got.past_key_values is cache
+    assert got[CACHE] is cache
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mixtral"])
@@ -183,7 +189,7 @@ def test_without_a_mask_sliding_windows_and_outputs_are_the_models_own(model_of,
     for module in (model, served):
         cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
         with torch.no_grad():
-            calls = [module(ids, past_key_values=cache, logits_to_keep=1) for ids in (prompt(1, 20), prompt(1, 1))]
+            calls = [module(ids, **{CACHE: cache}, logits_to_keep=1) for ids in (prompt(1, 20), prompt(1, 1))]
         outputs.append(calls)
     for expected, got in zip(*outputs, strict=True):
         assert type(got) is type(expected)
@@ -197,7 +203,7 @@ def test_hooks_of_the_model_run_once(model_of, warmed, otherwise):
     served = cgtool.load(model, cache="static", cache_dir=warmed("llama"), otherwise=otherwise)
     cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
     with torch.no_grad():
-        got = served(prompt(), past_key_values=cache, logits_to_keep=1).logits
+        got = served(prompt(), **{CACHE: cache}, logits_to_keep=1).logits
         got_without = served(prompt()).logits if otherwise == "eager" else None
         handle.remove()
         expected = model(prompt()).logits
@@ -237,7 +243,7 @@ def test_a_conversation_continues_in_its_cache(model_of, served):
     generated = []
     for module in (model, served):
         cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH)
-        options = {"past_key_values": cache, "disable_compile": True, "max_new_tokens": 5, **GREEDY}
+        options = {CACHE: cache, "disable_compile": True, "max_new_tokens": 5, **GREEDY}
         first = module.generate(ids, **options)
         more = torch.cat([first, prompt(1, 3)], dim=1)
         generated.append(module.generate(more, **options))
@@ -254,11 +260,11 @@ class TestRefused:
     def test_more_tokens_than_the_cache_has_room_for(self, served):
         cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
         with torch.no_grad():
-            served(prompt(1, 90), past_key_values=cache, logits_to_keep=1)
+            served(prompt(1, 90), **{CACHE: cache}, logits_to_keep=1)
             with pytest.raises(GuardError, match="need room for 97 tokens, but the model was compiled for 96"):
-                served(prompt(1, 7), past_key_values=cache, logits_to_keep=1)
+                served(prompt(1, 7), **{CACHE: cache}, logits_to_keep=1)
             cache.reset()
-            served(prompt(1, 7), past_key_values=cache, logits_to_keep=1)
+            served(prompt(1, 7), **{CACHE: cache}, logits_to_keep=1)
 
     def test_a_cache_of_another_kind(self, served):
         with pytest.raises(GuardError, match=r'has a DynamicCache, .*cache_implementation="static"'):
@@ -269,12 +275,12 @@ class TestRefused:
     def test_arguments_that_a_step_does_not_take(self, served):
         cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
         with pytest.raises(GuardError, match="passes output_hidden_states"):
-            served(prompt(), past_key_values=cache, logits_to_keep=1, output_hidden_states=True)
+            served(prompt(), **{CACHE: cache}, logits_to_keep=1, output_hidden_states=True)
         with pytest.raises(GuardError, match="logits_to_keep=1"):
-            served(prompt(), past_key_values=cache)
+            served(prompt(), **{CACHE: cache})
 
     def test_another_output_than_logits_and_a_cache(self, served):
-        options = {"past_key_values": transformers.StaticCache(config=served.config, max_cache_len=LENGTH)}
+        options = {CACHE: transformers.StaticCache(config=served.config, max_cache_len=LENGTH)}
         with pytest.raises(GuardError, match=r"return_dict=False\. A compiled step returns only"):
             served(prompt(), logits_to_keep=1, return_dict=False, **options)
         served.config.output_hidden_states = True
@@ -291,7 +297,7 @@ class TestRefused:
         cache = transformers.StaticCache(config=served.config, max_cache_len=LENGTH)
         mask = torch.ones(1, 1, 7, LENGTH, dtype=torch.bool)
         with pytest.raises(GuardError, match="Pass a dict of full_attention and sliding_attention, or a 2-D"):
-            served(prompt(), past_key_values=cache, logits_to_keep=1, attention_mask=mask)
+            served(prompt(), **{CACHE: cache}, logits_to_keep=1, attention_mask=mask)
 
     def test_a_length_that_was_not_warmed(self, model_of, warmed):
         with pytest.raises(CacheMissError, match="compiled for a cache of 96 tokens, and 64 are requested"):

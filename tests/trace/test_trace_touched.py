@@ -231,6 +231,38 @@ def test_what_a_dict_subclass_computes_is_not_enumerated(tmp_path, monkeypatch):
         cgtool.load(model, cache_dir=tmp_path)
 
 
+OLD_NAMES = {"size": "width"}
+
+
+class Renaming(type):
+    """Renames what is set, as the metaclass of transformers' outputs does."""
+
+    def __setattr__(cls, name, value):
+        super().__setattr__(OLD_NAMES.get(name, name), value)
+
+
+class Sizes(metaclass=Renaming):
+    width = 3.0
+
+
+class Widening(nn.Module):
+    def forward(self, x):
+        return x * Sizes.width
+
+
+def test_what_a_metaclass_reads_to_create_classes_is_not_guarded(tmp_path, monkeypatch):
+    model, x = Widening(), torch.ones(2)
+    agree(served(tmp_path, model, x), model, x)
+    monkeypatch.setitem(OLD_NAMES, "height", "width")
+    agree(cgtool.load(model, cache_dir=tmp_path), model, x)
+    Sizes.size = 4.0
+    try:
+        with pytest.raises(CacheMissError, match="width"):
+            cgtool.load(model, cache_dir=tmp_path)
+    finally:
+        Sizes.size = 3.0
+
+
 class Wrapping(nn.Module):
     def __init__(self):
         super().__init__()
