@@ -287,15 +287,17 @@ def apply_accessor(base: Any, accessor: Accessor) -> Any:
 def stored_keys(mapping: Mapping[Any, Any]) -> Iterable[Any]:
     """Return the keys that a dict holds, in order, whatever its class returns for them.
 
-    A class may compute what it returns: the values of transformers' `CONFIG_MAPPING` are imported from 500 modules.
+    A class may compute them: the values of transformers' `CONFIG_MAPPING` are imported from hundreds of modules.
     Dynamo reads the dict itself, too.
     """
-    return _dict_class(mapping).keys(mapping)
+    keys: Iterable[Any] = _dict_class(mapping).keys(mapping)
+    return keys
 
 
 def stored_values(mapping: Mapping[Any, Any]) -> Iterable[Any]:
     """Return the values that a dict holds, as `stored_keys` does the keys."""
-    return _dict_class(mapping).values(mapping)
+    values: Iterable[Any] = _dict_class(mapping).values(mapping)
+    return values
 
 
 def _dict_class(mapping: Mapping[Any, Any]) -> Any:

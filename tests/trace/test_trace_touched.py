@@ -207,7 +207,7 @@ def test_a_dict_with_computed_items_is_guarded_by_its_stored_items(tmp_path, mon
 
 
 class Importing(dict):
-    """Computes all it returns, as transformers' mapping of configurations does: a trace would import 500 modules."""
+    """Computes all it returns. Such a dict of transformers imports hundreds of modules when its values are read."""
 
     def __iter__(self):
         raise AssertionError("no trace enumerates what the class computes")
