@@ -21,14 +21,13 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-from transformers.masking_utils import create_masks_for_generate
+from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cgtool.errors import GuardError, ModelError, UsageError
@@ -38,6 +37,18 @@ from cgtool.plan.records import Plan
 from cgtool.runtime.call import LoadedModel
 from cgtool.runtime.find import MatchedEntry
 from cgtool.runtime.otherwise import AnyCall, Otherwise
+from cgtool.runtime.static_tensors import (
+    CACHE_NAMES,
+    cache_in,
+    cache_name,
+    causal_mask,
+    is_plain,
+    mask_dtypes,
+    masks_for,
+    named_masks,
+    renew,
+    tensors_of,
+)
 
 PREFIX: Final = "static_cache"
 #: The default length of a cache in tokens, unless the model's limit is lower.
@@ -46,15 +57,12 @@ DEFAULT_LENGTH: Final = 2048
 _BATCH: Final = 2
 _SEQ: Final = 16
 
-#: What transformers calls the cache, in arguments and outputs: since 5.24, and before.
-_CACHE_NAMES: Final = ("cache", "past_key_values")
 #: Arguments that a step takes, or that have no effect with a cache.
 _ACCEPTED: Final = frozenset(
-    {"input_ids", "position_ids", "attention_mask", *_CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict"}
+    {"input_ids", "position_ids", "attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict"}
 )
-#: The number of dimensions of a padding mask, and of a mask that attention takes.
+#: The number of dimensions of a padding mask.
 _PADDING_MASK_DIMS: Final = 2
-_ATTENTION_MASK_DIMS: Final = 4
 #: Configuration fields that request outputs a step does not return.
 _EXTRA_OUTPUTS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -73,7 +81,7 @@ class StaticCacheStep(nn.Module):
         self.takes_positions = "position_ids" in takes
         #: Whether it returns only the logits of the last token, which are the ones that `generate()` needs.
         self.keeps_last = "logits_to_keep" in takes
-        self.cache_name = _cache_name(takes)
+        self.cache_name = cache_name(takes)
         self.eval()
 
     def forward(self, input_ids: torch.Tensor, **tensors: torch.Tensor) -> torch.Tensor:
@@ -164,10 +172,10 @@ def static_cache_spec(model: nn.Module, length: int | None = None) -> ModelSpec:
     if step.takes_positions:
         kwargs["position_ids"] = torch.arange(seq, device=device).repeat(_BATCH, 1)
         dynamic["position_ids"] = {0: "batch", 1: "seq"}
-    for name, dtype in _masks(model, cache).items():
-        kwargs[name] = _causal(torch.zeros((), dtype=torch.int64, device=device), (_BATCH, seq, length), dtype)
+    for name, dtype in mask_dtypes(model, cache).items():
+        kwargs[name] = causal_mask(torch.zeros((), dtype=torch.int64, device=device), (_BATCH, seq, length), dtype)
         dynamic[name] = {0: "batch", 2: "seq"}
-    for name, tensor in _tensors(cache):
+    for name, tensor in tensors_of(cache):
         shape = (_BATCH, *tensor.shape[1:]) if tensor.dim() else ()
         kwargs[name] = torch.zeros(shape, dtype=tensor.dtype, device=device)
         dynamic |= {name: {0: "batch"}} if tensor.dim() else {}
@@ -188,18 +196,18 @@ def _filled(model: nn.Module, length: int) -> Any:
     """
     config: Any = model.config
     cache = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=length)
-    kinds = {type(layer).__name__ for layer in cache.layers if not _is_plain(layer)}
+    kinds = {type(layer).__name__ for layer in cache.layers if not is_plain(layer)}
     if kinds:
         msg = (
             f"The cache of {type(model).__name__} has layers of {', '.join(sorted(kinds))}; a static cache supports "
             "only keys and values. Compile the model without --cache."
         )
         raise ModelError(msg, path="cache", actual=sorted(kinds))
-    _renew(cache, length)
+    renew(cache, length)
     ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.no_grad(), _experts_of_any_dtype(model):
-            named = {_cache_name(inspect.signature(model.forward).parameters): cache}
+            named = {cache_name(inspect.signature(model.forward).parameters): cache}
             model(input_ids=ids, use_cache=True, **named)
     except Exception as error:  # a model's code may raise any error
         msg = f"{type(model).__name__} does not run with a static cache ({type(error).__name__}: {error}). "
@@ -222,69 +230,6 @@ def _experts_of_any_dtype(model: Any) -> Iterator[None]:
             model.set_experts_implementation(before)
 
 
-def _is_plain(layer: Any) -> bool:
-    return type(layer) in (StaticLayer, StaticSlidingWindowLayer)
-
-
-def _renew(cache: Any, length: int) -> None:
-    """Replace the layers of an empty cache by full-length layers; masks take the place of sliding windows."""
-    cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]
-
-
-def _tensors(cache: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, layer in enumerate(cache.layers):
-        yield f"key_{index}", layer.keys
-        yield f"value_{index}", layer.values
-        yield f"length_{index}", layer.cumulative_length
-
-
-def _masks(model: nn.Module, cache: Any) -> dict[str, torch.dtype]:
-    """Return the dtypes of the model's masks, by the names of a step's arguments."""
-    named = _named_masks(_masks_for(model, cache, (1, 1), next(model.parameters()).device))
-    if any(not isinstance(mask, torch.Tensor) or mask.dim() != _ATTENTION_MASK_DIMS for mask in named.values()):
-        implementation = getattr(model.config, "_attn_implementation", None)
-        msg = (
-            f"The attention of {type(model).__name__} ({implementation}) does not take a mask over the cache. Use "
-            "attn_implementation='sdpa'."
-        )
-        raise ModelError(msg, path="attn_implementation", expected="sdpa")
-    return {name: mask.dtype for name, mask in named.items()}
-
-
-def _masks_for(
-    model: nn.Module, cache: Any, shape: tuple[int, int], device: torch.device, **given: torch.Tensor | None
-) -> Any:
-    """Return the masks that `generate()` creates for a call with this cache."""
-    create: Callable[..., Any] = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    named = {_cache_name(inspect.signature(create).parameters): cache}
-    arguments = {"attention_mask": None, "position_ids": None, **named, **given}
-    embeds = torch.empty((*shape, 0), dtype=dtype, device=device)
-    return create(config=model.config, inputs_embeds=embeds, **arguments)
-
-
-def _named_masks(masks: Any) -> dict[str, Any]:
-    if isinstance(masks, Mapping):  # sorted: its order is that of a set, which differs between processes
-        return {f"mask_{kind}": mask for kind, mask in sorted(masks.items())}
-    return {"mask": masks}
-
-
-def _causal(past: torch.Tensor, sizes: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a causal mask: each token attends to itself and to all tokens before it.
-
-    Args:
-        past: The number of tokens in the cache.
-        sizes: Batch, number of new tokens, and length of the cache.
-        dtype: bool, or the dtype of a mask that is added to the scores.
-    """
-    batch, seq, length = sizes
-    rows = torch.arange(seq, device=past.device) + past
-    seen = torch.arange(length, device=past.device) <= rows[:, None]
-    if dtype != torch.bool:
-        seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-    return seen.expand(batch, 1, seq, length).contiguous()
-
-
 class StaticCacheForward:
     """Runs the compiled step with the arguments of the model's forward and a `StaticCache`.
 
@@ -298,15 +243,15 @@ class StaticCacheForward:
         self._loaded = loaded
         self._signature = inspect.signature(model.forward)
         self._output = _output_class(model)
-        self._cache_name = _cache_name(_field_names(self._output))
+        self._cache_name = cache_name(_field_names(self._output))
         step: Any = loaded.module
         self._takes_positions: bool = step.takes_positions
         self._keeps_last: bool = step.keeps_last
         self._layers = _layers_of(loaded.plan)
         self.length = _length_of(loaded.plan)
         probe = StaticCache(config=step.model.config.get_text_config(decoder=True), max_cache_len=1)
-        _renew(probe, 1)
-        self._masks = _masks(model, probe)
+        renew(probe, 1)
+        self._masks = mask_dtypes(model, probe)
         #: An upper bound of the tokens in each cache; reading the number from a GPU would synchronize with it.
         self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -318,7 +263,7 @@ class StaticCacheForward:
         """
         given = {**self._signature.bind_partial(*args).arguments, **kwargs} if args else kwargs
         ids: Any = given.get("input_ids")
-        cache = _cache_in(given)
+        cache = cache_in(given)
         if isinstance(ids, torch.Tensor):
             self.fit(cache, ids)
         refusal = self._refusal(given)
@@ -334,13 +279,13 @@ class StaticCacheForward:
 
     def fit(self, cache: Any, ids: torch.Tensor) -> None:
         """Resize an unused static cache to the compiled length, unless it must hold more."""
-        if not isinstance(cache, StaticCache) or not all(map(_is_plain, cache.layers)):
+        if not isinstance(cache, StaticCache) or not all(map(is_plain, cache.layers)):
             return
         layers: list[Any] = cache.layers
         is_new = len(layers) == len(self._layers) and not any(layer.is_initialized for layer in layers)
         if not is_new or cache.get_max_length() > self.length:
             return
-        _renew(cache, self.length)
+        renew(cache, self.length)
         fresh: Any = cache.layers
         for layer, shapes in zip(fresh, self._layers, strict=True):
             # Zero tokens: the layer reads only the batch, heads, width and dtype.
@@ -354,7 +299,7 @@ class StaticCacheForward:
     def _refusal(self, given: Mapping[str, Any]) -> str | None:
         if any(child.training for child in self._model.children()):  # the copy has the same children
             return "The model is in training mode. Compiled models are for inference only: call model.eval() first."
-        cache = _cache_in(given)
+        cache = cache_in(given)
         if not isinstance(cache, StaticCache):
             kind = "has no cache" if cache is None else f"has a {type(cache).__name__}"
             return (
@@ -408,7 +353,7 @@ class StaticCacheForward:
             yield "position_ids", positions.expand(batch, seq).contiguous()
         masks = given.get("attention_mask")
         if masks is None or (isinstance(masks, torch.Tensor) and masks.dim() == _PADDING_MASK_DIMS):
-            masks = _masks_for(
+            masks = masks_for(
                 self._model,
                 cache,
                 (batch, seq),
@@ -416,12 +361,12 @@ class StaticCacheForward:
                 attention_mask=masks,
                 position_ids=given.get("position_ids"),
             )
-        named = _named_masks(masks)
+        named = named_masks(masks)
         for name, dtype in self._masks.items():
             mask = named.get(name)
             # transformers omits a purely causal mask, but the compiled program needs one.
-            yield name, _causal(past, (batch, seq, self.length), dtype) if mask is None else mask.contiguous()
-        yield from _tensors(cache)
+            yield name, causal_mask(past, (batch, seq, self.length), dtype) if mask is None else mask.contiguous()
+        yield from tensors_of(cache)
 
 
 def _output_class(model: Any) -> Any:
@@ -433,23 +378,13 @@ def _output_class(model: Any) -> Any:
     for candidate in (hint, *typing.get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             fields = _field_names(candidate)
-            if "logits" in fields and not fields.isdisjoint(_CACHE_NAMES):
+            if "logits" in fields and not fields.isdisjoint(CACHE_NAMES):
                 return candidate
     return CausalLMOutputWithPast
 
 
 def _field_names(cls: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
-
-
-def _cache_name(names: Container[str]) -> str:
-    """Return what the cache is called among the arguments of a function, or the fields of an output."""
-    return next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[-1])
-
-
-def _cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among a call's arguments, under either of its names, or None."""
-    return next((arguments[name] for name in _CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def _layers_of(plan: Plan) -> list[tuple[tuple[int, int, str], ...]]:
@@ -498,12 +433,12 @@ def with_compiled_step(model: Any, loaded: LoadedModel, otherwise: Otherwise) ->
 
     @functools.wraps(prepare)
     def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        step.fit(_cache_in(kwargs), input_ids)  # before masks are created for the cache
+        step.fit(cache_in(kwargs), input_ids)  # before masks are created for the cache
         return prepare(input_ids, *args, **kwargs)
 
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if _cache_in(kwargs) is None:
+        if cache_in(kwargs) is None:
             if (config := kwargs.get("generation_config")) is None:
                 kwargs.setdefault("cache_implementation", "static")
             elif config.cache_implementation is None:
