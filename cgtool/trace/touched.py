@@ -144,6 +144,11 @@ def _stdlib_globals(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]
                     yield f"global:{name}:{known}", value
 
 
+def _is_compiled(value: Any) -> bool:
+    """Return whether a value is a model compiled by cgtool."""
+    return type(value).__module__.startswith("cgtool.runtime.")
+
+
 class _Walk:
     def __init__(self, names: frozenset[str], read: frozenset[str], roots: Roots, guarded: Collection[str]) -> None:
         self.names = names
@@ -262,7 +267,7 @@ class _Walk:
                 self.child(f"{source}.{part}", getattr(value, part))
         elif isinstance(value, weakref.ref):
             self.visit(f"{source}|call", value())
-        else:
+        elif not _is_compiled(value):  # a trace cannot call another compiled model, only ask what it is
             self._object(source, value)
 
     def _object(self, source: str, value: Any) -> None:
@@ -390,7 +395,7 @@ class _Walk:
 
     def _is_model(self, value: Any) -> bool:
         """Return whether a global is the model, or a model compiled by cgtool: `model = cgtool.compile(model)`."""
-        return value is self.roots.module or type(value).__module__.startswith("cgtool.runtime.")
+        return value is self.roots.module or _is_compiled(value)
 
     def _platform_global(self, source: str, value: Any) -> None:
         """Guard that a global of a module that ships with Python, torch or NumPy was not replaced."""

@@ -292,6 +292,27 @@ def test_a_script_may_rebind_the_models_name_to_the_compiled_model(tmp_path, mon
         assert torch.equal(cgtool.compile(model, example_args=(x,), **options)(x), model(x))
 
 
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales = {"wrapped": 2.0}
+
+    def forward(self, x):
+        return x * self.scales["wrapped"] + (0.0 if wrapped is None else 1.0)  # noqa: F821 - a global that the test sets
+
+
+def test_a_model_may_name_another_compiled_model_without_calling_it(tmp_path, monkeypatch):
+    """A script compiles an encoder and a decoder, and the decoder has a key "encoder"."""
+    options, x = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}, torch.randn(2, 4)
+    monkeypatch.setattr(HERE, "wrapped", cgtool.compile(Wrapping().eval(), example_args=(x,), **options), raising=False)
+    model = Scaling().eval()
+    cgtool.compile(model, example_args=(x,), **options)
+    agree(cgtool.load(model, **options), model, x)
+    monkeypatch.setattr(HERE, "wrapped", None)
+    with pytest.raises(CacheMissError, match="wrapped"):
+        cgtool.load(model, **options)
+
+
 def test_a_model_that_reads_itself_through_a_global_is_guarded(tmp_path, monkeypatch):
     options = {"cache_dir": tmp_path, "config": cgtool.CompilationConfig(adaptor="eager")}
     model = ReadingItself().eval()
