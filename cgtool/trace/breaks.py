@@ -6,6 +6,7 @@ import contextlib
 import dis
 import inspect
 import linecache
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,8 @@ _HINTS = (
     (r"nn\.Parameter\(\)", "Create parameters and modules when the model is built, not in forward."),
     (r"builtin|skipfiles|skip function|C/C\+\+|marked as skipped", f"Move the call out of forward, or {_WRAP}"),
 )
+#: What a trace enters when the model calls a model that is compiled already.
+_COMPILED_CALLS = f"{Path(__file__).parents[1] / 'runtime'}{os.sep}"
 _DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"
 #: How Dynamo quotes an error of the model itself, which eager would raise too.
 _OWN_ERROR = re.compile(r"Dynamo failed to run FX node with fake tensors: .*?got (\w+)\([\"'](.*?)[\"']\)", re.DOTALL)
@@ -120,6 +123,12 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
     if raised is not None:
         text = ", ".join(_RAISED_TEXT.findall(raised[2])) or raised[2].strip("'\"")
         return _model_error(raised[1], text, error, method)
+    if any(file.startswith(_COMPILED_CALLS) for file, _, _ in _frames(error)):
+        msg = (
+            f"The model calls a model that cgtool has compiled already.{_user_line(error, method)}\nCompile the whole "
+            "with the original module in its place, or call the compiled parts one after the other."
+        )
+        return GraphBreakError(msg, actual=what)
     if "RecursionError" in what:
         what = "Dynamo recurses endlessly on an object here, such as a decimal.Decimal. Store a plain number."
     lines = [line.strip() for line in what.splitlines() if line.strip() and "report an issue" not in line]
@@ -134,12 +143,16 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
 
 def _user_line(error: Exception, method: Callable[..., Any]) -> str:
     """Return the innermost frame of the user's code, from Dynamo or the traceback, on a separate line."""
-    frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
-    frames = frames or list(private.translated_lines(error))
     walked = traceback.walk_tb(error.__traceback__)
-    frames += [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    frames = _frames(error) + [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
     own = inspect.getsourcefile(getattr(method, "__func__", method)) or ""
     return line_of(frames, own)
+
+
+def _frames(error: Exception) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of the traced frames at an error, the outermost first."""
+    frames = [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()]
+    return frames or list(private.translated_lines(error))
 
 
 def local_of(error: GraphBreakError, function: str, name: str) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from trace_harness import EAGER, agree, plan_of, served
 
+import cgtool
 from cgtool.compiler.pipeline import warm
 from cgtool.errors import GraphBreakError, TraceError
 from cgtool.model import ExampleCall, ModelSpec
@@ -130,6 +131,27 @@ def test_data_dependent_values_can_be_computed_with(tmp_path, body):
     loaded = served(tmp_path, model, torch.rand(3, 4), dynamic={"x": {0: "n"}})
     for rows in (3, 1, 5):
         agree(loaded, model, torch.rand(rows, 4))
+
+
+class Whole(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        part = self.part
+        return part(x) + 1
+
+
+@pytest.mark.parametrize("otherwise", ["raise", "eager"])
+def test_a_call_of_a_compiled_model_is_refused_with_its_line(tmp_path, otherwise):
+    part = cgtool.compile(
+        nn.Linear(4, 4).eval(), example_args=(torch.rand(3, 4),), config=EAGER, cache_dir=tmp_path, otherwise=otherwise
+    )
+    with pytest.raises(GraphBreakError, match="has compiled already") as caught:
+        plan_of(Whole(part).eval(), torch.rand(3, 4), dynamic={})
+    assert shown_line(str(caught.value), Whole.forward), str(caught.value)
+    assert "original module" in str(caught.value)
 
 
 def shown_line(text, function):
