@@ -21,7 +21,7 @@ from torch import nn
 from cgtool.errors import CacheMissError, CgtoolError, ModelError, UsageError
 from cgtool.host import environment, gc_paused
 from cgtool.plan.pieces import PieceGraph
-from cgtool.runtime.call import LoadedModel
+from cgtool.runtime.call import AsModule, LoadedModel
 from cgtool.runtime.dispatch import Boxed
 from cgtool.runtime.factors import Live
 from cgtool.runtime.find import Finder, MatchedEntry, open_entry, rank_here
@@ -182,7 +182,9 @@ def _resolve_method(module: Any, prefix: str | None) -> tuple[Any, str, str]:
 
 
 def _check_module(module: Any) -> nn.Module:
-    if not isinstance(module, nn.Module):
+    if isinstance(module, AsModule):
+        advice = "It is compiled already: pass the model itself, its module"
+    elif not isinstance(module, nn.Module):
         advice = "cgtool compiles a torch.nn.Module, a method of one, or a function: wrap it in a function"
     elif isinstance(module, torch.jit.ScriptModule):
         advice = "Dynamo does not trace TorchScript: pass the model that it was made from"

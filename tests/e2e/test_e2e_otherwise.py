@@ -309,6 +309,15 @@ def test_objects_that_are_not_models_are_refused(made, model, tmp_path, wrap, me
             use(wrap(model))
 
 
+@pytest.mark.parametrize("otherwise", ["raise", "eager"])
+def test_what_is_compiled_already_is_refused_with_a_hint_to_its_module(made, model, tmp_path, otherwise):
+    served = made(model, otherwise)
+    for use in (cgtool.load, cgtool.compile):
+        with pytest.raises(ModelError, match="pass the model itself, its module"):
+            use(served, cache_dir=tmp_path)
+    assert served.module is model
+
+
 def test_a_wrapper_for_training_is_refused_with_a_hint_to_its_module(model, tmp_path):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
