@@ -163,7 +163,7 @@ class _Describer:
             return "dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]
         # A decorator that returns an object: a Triton kernel keeps its Python function in `fn`.
         for attribute in ("__wrapped__", "fn"):
-            inner = vars(value).get(attribute) if hasattr(value, "__dict__") else None
+            inner = vars(value).get(attribute) if holds(value, "__dict__") else None
             if isinstance(inner, types.FunctionType):
                 return "wrapper", _type_name(value), self.describe(inner)
         return "object", _type_name(value)
@@ -284,6 +284,15 @@ def is_platform_code(cls: type | types.FunctionType) -> bool:
     return package in {"torch", "numpy"} or package in sys.stdlib_module_names
 
 
+def holds(value: Any, name: str) -> bool:
+    """Return whether an object has an attribute without its class's `__getattr__`, which may raise any error."""
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
+
+
 def define(cls: type, read: Collection[str] = ()) -> Json:
     """Return [qualified name, {member: digest}] of a class as it is now.
 
@@ -307,7 +316,7 @@ def _members(cls: type, read: Collection[str]) -> Iterator[tuple[str, Form]]:
     members = cls.__members__ if issubclass(cls, enum.Enum) else {}
     yield from ((name, ("member", _form(member.value))) for name, member in members.items())
     for name, value in own.items():
-        if name in _EXCLUDED or (name in members and isinstance(value, enum.Enum)):
+        if name in _EXCLUDED or (name in members and isinstance(value, enum.Enum)) or _is_salted(name, value):
             continue
         kind = type(value)
         if kind in _PLAIN or kind in _COMMON_MEMBERS:
@@ -318,6 +327,15 @@ def _members(cls: type, read: Collection[str]) -> Iterator[tuple[str, Form]]:
             yield name, _member(value)
 
 
+def _is_salted(name: str, member: Any) -> bool:
+    """Return whether a member is the `__hash__` that attrs generates: its code has a number of this process."""
+    return (
+        name == "__hash__" and isinstance(member, types.FunctionType) and member.__code__.co_filename.startswith(_ATTRS)
+    )
+
+
+#: The beginning of the file name of code that attrs generates.
+_ATTRS = "<attrs generated "
 #: The types of most class members.
 _COMMON_MEMBERS = frozenset({types.FunctionType, property, classmethod, staticmethod})
 
@@ -326,7 +344,7 @@ def _member(value: Any) -> Form:
     if isinstance(value, types.MemberDescriptorType):
         return ("slot",)
     kind = type(value)
-    if is_platform_code(kind) or isinstance(value, (type, torch.nn.Module)) or not hasattr(value, "__dict__"):
+    if is_platform_code(kind) or isinstance(value, (type, torch.nn.Module)) or not holds(value, "__dict__"):
         return _form(value)
     # A user's descriptor or another small object: its attributes determine what it returns.
     return "object", qualified_name(kind), [(name, _form(held)) for name, held in sorted(vars(value).items())]

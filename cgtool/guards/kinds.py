@@ -59,7 +59,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -70,7 +70,7 @@ from torch import nn
 from cgtool.errors import GuardError, TraceError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
-from cgtool.guards.code import code_digest, define, plain_text, registered
+from cgtool.guards.code import code_digest, define, holds, plain_text, registered
 from cgtool.guards.sources import (
     PARTS,
     NotImportedError,
@@ -308,14 +308,18 @@ def own_attributes(value: Any) -> list[str]:
     """Return the names that an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
     if isinstance(value, ModuleType):
         return [name for name, held in list(vars(value).items()) if not _is_part(held, value)]
-    return [*getattr(value, "__dict__", ()), *_held_elsewhere(value)]
+    return [*_instance_dict(value), *_held_elsewhere(value)]
+
+
+def _instance_dict(value: Any) -> Mapping[str, Any]:
+    return vars(value) if holds(value, "__dict__") else {}
 
 
 def _held_elsewhere(value: Any) -> list[str]:
     """Return the names that an object holds outside its `__dict__`."""
     if isinstance(value, torch.nn.Module):
         return [name for part in PARTS for name in vars(value)[part]]
-    return [name for name in _slots(type(value)) if hasattr(value, name)]
+    return [name for name in _slots(type(value)) if holds(value, name)]
 
 
 def _is_part(held: Any, module: ModuleType) -> bool:
@@ -342,7 +346,7 @@ def names_of(argument: str) -> frozenset[str]:
 
 def named(value: Any, names: frozenset[str]) -> list[str]:
     """Return which of these names an object itself holds, sorted; it may hold thousands of others."""
-    own = getattr(value, "__dict__", {})
+    own = _instance_dict(value)
     found = names & own.keys()
     if isinstance(value, ModuleType):
         return sorted(name for name in found if not _is_part(own[name], value))
@@ -399,7 +403,7 @@ _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "hasattr": hasattr,
     "settles": lambda value, either: encode_literal(value) in json.loads(either),
     "computed": _computed,
-    "absent": lambda value, name: name not in getattr(value, "__dict__", {}),
+    "absent": lambda value, name: name not in _instance_dict(value),
 }
 
 

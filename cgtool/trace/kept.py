@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cgtool.guards.code import holds
 from cgtool.guards.kinds import names_of
 from cgtool.guards.sources import Place, Roots, leads_to, parse_source
 from cgtool.plan.grammar import canonical_json
@@ -39,7 +40,7 @@ def can_keep(source: str, name: str, owner: Any) -> bool:
     """Return whether `setattr` on an object of the model has the same effect as the write in traced code."""
     cls = type(owner)
     is_code = callable(owner) and not isinstance(owner, nn.Module)
-    if not source.startswith("self") or is_code or not hasattr(owner, "__dict__") or is_computed(cls, name):
+    if not source.startswith("self") or is_code or not holds(owner, "__dict__") or is_computed(cls, name):
         return False
     sets: Any = cls.__setattr__
     return sets is nn.Module.__setattr__ or sets is object.__setattr__

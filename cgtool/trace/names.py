@@ -99,18 +99,22 @@ def called_by_python(classes: Iterable[type]) -> Iterator[types.CodeType]:
                 yield member.__code__
 
 
-def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
+def never_traced(classes: Collection[type], names: Collection[str]) -> Iterator[types.CodeType]:
     """Yield the methods that Python runs untraced during a trace, and the functions that they call.
 
     Python formats, compares and looks up enum members, which are constants to Dynamo, and it evaluates `isinstance` and
     `issubclass` through metaclasses and hooks. Methods of other visited classes count if these functions name them.
+
+    Args:
+        classes: The visited classes.
+        names: The names in traced code.
     """
     own = [cls for cls in classes if not is_platform_code(cls)]
     pending = [
         function
         for cls in own
         for name, member in vars(cls).items()
-        if name == "__subclasshook__" or (issubclass(cls, (enum.Enum, type)) and not _creates_classes(cls, name))
+        if _is_never_traced(cls, name, member, names)
         for function in _functions_of(member)
     ]
     seen: set[types.FunctionType] = set()
@@ -120,12 +124,23 @@ def never_traced(classes: Collection[type]) -> Iterator[types.CodeType]:
             continue
         seen.add(function)
         yield function.__code__
-        names = names_in((function.__code__,))
-        held = [space[name] for space in _spaces(function, names, own) for name in names.intersection(space)]
+        called = names_in((function.__code__,))
+        held = [space[name] for space in _spaces(function, called, own) for name in called.intersection(space)]
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 held.append(cell.cell_contents)
         pending += [found for value in held for found in _functions_of(value)]
+
+
+def _is_never_traced(cls: type, name: str, member: Any, names: Collection[str]) -> bool:
+    if name == "__subclasshook__" or issubclass(cls, enum.Enum):
+        return True
+    if not issubclass(cls, type) or _creates_classes(cls, name):
+        return False
+    is_method = isinstance(member, (types.FunctionType, staticmethod, classmethod))
+    if is_method:
+        return name.startswith("__") and (name != "__dir__" or "dir" in names)
+    return name in names  # a property of the class
 
 
 def _creates_classes(cls: type, name: str) -> bool:

@@ -66,7 +66,8 @@ def refuse_side_effects(changed: Iterable[str], lines: Mapping[str, str] = Mappi
         where = "".join(dict.fromkeys(lines.get(text, "") for text in lasting[:4]))
         msg = (
             f"The model changes {names} while it runs, but a compiled graph would not.{where}\nKeep state in buffers "
-            "that are written in place (`self.count.add_(1)`), or return it."
+            "that are written in place (`self.count.add_(1)`), or return it. If it fills a cache, call the model once "
+            "before it is compiled, and before it is loaded."
         )
         raise TraceError(msg, path=names, actual=tuple(lasting))
 

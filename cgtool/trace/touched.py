@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from cgtool.errors import TraceError
-from cgtool.guards.code import is_platform_code
+from cgtool.guards.code import holds, is_platform_code
 from cgtool.guards.kinds import NoRuleError, describe, encode_literal, own_attributes
 from cgtool.guards.sources import (
     Roots,
@@ -109,7 +109,7 @@ def find_touched(codes: Sequence[types.CodeType], sources: Sequence[str], roots:
         walk = _Walk(names, read, roots, frozenset(sources))
         walk.run(sources, _modules_of((*codes, *run), roots.method), held)
         before = names, read, run
-        run |= frozenset(never_traced(walk.classes))
+        run |= frozenset(never_traced(walk.classes, names))
         called = (*called_by_python(walk.classes), *run)
         names |= names_in(called)
         read |= globals_in(called)
@@ -140,7 +140,7 @@ def _stdlib_globals(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]
             module = vars(sys.modules[name])
             for known in set(code.co_names).intersection(module):
                 value = module[known]
-                if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, types.ModuleType):
+                if holds(value, "__dict__") and not callable(value) and not isinstance(value, types.ModuleType):
                     yield f"global:{name}:{known}", value
 
 
@@ -282,7 +282,7 @@ class _Walk:
             self._dict(source, value)
         elif isinstance(value, (list, tuple, collections.deque)):
             self._sequence(source, value)
-        if hasattr(value, "__dict__") or own_attributes(value):
+        if holds(value, "__dict__") or own_attributes(value):
             self._attributes(source, value)
 
     def _attributes(self, source: str, value: Any) -> None:
@@ -433,7 +433,7 @@ class _Walk:
         if not is_platform_code(type(cls)):
             self._class(f"{source}|type", type(cls))
         for name, member in own.items():
-            if not is_platform_code(type(member)) and not isinstance(member, cls) and _NAME.fullmatch(name):
+            if not is_platform_code(type(member)) and cls not in type(member).__mro__ and _NAME.fullmatch(name):
                 self._class(f'{source}|dict["{name}"]|type', type(member))
             if (
                 name in self.names.difference(_FLAG_CACHES if issubclass(cls, enum.Flag) else ())

@@ -270,6 +270,7 @@ def test_a_side_effect_is_reported_with_its_target(body, words):
     with pytest.raises(TraceError, match=words) as caught:
         plan_of(Model(body), torch.rand(3, 4))
     assert "Keep state in buffers that are written in place" in str(caught.value)
+    assert "If it fills a cache, call the model once before it is compiled" in str(caught.value)
 
 
 def test_a_restored_attribute_is_no_side_effect(tmp_path):
