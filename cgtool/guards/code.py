@@ -24,7 +24,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -163,7 +163,7 @@ class _Describer:
             return "dataclass", _type_name(value), [self.describe(getattr(value, f.name)) for f in fields(value)]
         # A decorator that returns an object: a Triton kernel keeps its Python function in `fn`.
         for attribute in ("__wrapped__", "fn"):
-            inner = vars(value).get(attribute) if holds(value, "__dict__") else None
+            inner = instance_dict(value).get(attribute)
             if isinstance(inner, types.FunctionType):
                 return "wrapper", _type_name(value), self.describe(inner)
         return "object", _type_name(value)
@@ -291,6 +291,11 @@ def holds(value: Any, name: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def instance_dict(value: Any) -> Mapping[str, Any]:
+    """Return the `__dict__` of an object; empty if it has none."""
+    return vars(value) if holds(value, "__dict__") else {}
 
 
 def define(cls: type, read: Collection[str] = ()) -> Json:

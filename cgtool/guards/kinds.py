@@ -59,7 +59,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -70,7 +70,7 @@ from torch import nn
 from cgtool.errors import GuardError, TraceError
 from cgtool.guards import _torch as private
 from cgtool.guards import state
-from cgtool.guards.code import code_digest, define, holds, plain_text, registered
+from cgtool.guards.code import code_digest, define, holds, instance_dict, plain_text, registered
 from cgtool.guards.sources import (
     PARTS,
     NotImportedError,
@@ -308,11 +308,7 @@ def own_attributes(value: Any) -> list[str]:
     """Return the names that an object itself holds, in order: attributes, slots, and the parts of an `nn.Module`."""
     if isinstance(value, ModuleType):
         return [name for name, held in list(vars(value).items()) if not _is_part(held, value)]
-    return [*_instance_dict(value), *_held_elsewhere(value)]
-
-
-def _instance_dict(value: Any) -> Mapping[str, Any]:
-    return vars(value) if holds(value, "__dict__") else {}
+    return [*instance_dict(value), *_held_elsewhere(value)]
 
 
 def _held_elsewhere(value: Any) -> list[str]:
@@ -346,7 +342,7 @@ def names_of(argument: str) -> frozenset[str]:
 
 def named(value: Any, names: frozenset[str]) -> list[str]:
     """Return which of these names an object itself holds, sorted; it may hold thousands of others."""
-    own = _instance_dict(value)
+    own = instance_dict(value)
     found = names & own.keys()
     if isinstance(value, ModuleType):
         return sorted(name for name in found if not _is_part(own[name], value))
@@ -403,7 +399,7 @@ _WITH_ARGUMENT: dict[str, Callable[[Any, str], Json]] = {
     "hasattr": hasattr,
     "settles": lambda value, either: encode_literal(value) in json.loads(either),
     "computed": _computed,
-    "absent": lambda value, name: name not in _instance_dict(value),
+    "absent": lambda value, name: name not in instance_dict(value),
 }
 
 
