@@ -16,7 +16,7 @@ from cgtool.compiler.schedule import unique
 from cgtool.compiler.wanted import Work
 from cgtool.dims import Dims
 from cgtool.errors import CacheCorruptError, CacheMissError
-from cgtool.guards.kinds import NoRuleError, encode_literal, without_rank
+from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.signature import CallSignature
 from cgtool.guards.sources import qualified_name
 from cgtool.host import variables_now
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The depth to which an example argument's attributes are recorded.
 _MAX_DEPTH = 3
+#: The lengths of an encoded process group and device mesh.
+_GROUP_LENGTH, _MESH_LENGTH = 4, 5
 
 
 def calls_of(spec: ModelSpec) -> Json:
@@ -59,7 +61,7 @@ def traced_factors(spec: ModelSpec, stitched: Stitched) -> dict[str, Json]:
     """Return the factors of the key that only a trace determines."""
     # Sorted: Dynamo's order depends on what this process has traced before.
     guards = [
-        sorted(map(without_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
+        sorted(map(_without_rank, msgspec.to_builtins(tuple(variant.model_guards))), key=canonical_json)
         for variant in stitched.plan.variants
     ]
     return {
@@ -70,6 +72,23 @@ def traced_factors(spec: ModelSpec, stitched: Stitched) -> dict[str, Json]:
         "guards": digest_of(guards),
         "calls": calls_of(spec),
     }
+
+
+def _without_rank(fact: Json) -> Json:
+    """Return a guard's expected value without this process's rank, so that all ranks of a model agree on it."""
+    if isinstance(fact, dict):
+        return {name: _without_rank(item) for name, item in fact.items() if name != "rank" or "world_size" not in fact}
+    if not isinstance(fact, list | tuple):
+        return fact
+    if len(fact) == _GROUP_LENGTH and fact[0] == "group":
+        return [fact[0], _from_first(fact[1]), fact[3]]
+    if len(fact) == _MESH_LENGTH and fact[0] == "mesh":
+        return [*fact[:2], _from_first(fact[2]), *map(_without_rank, fact[3:])]
+    return [_without_rank(item) for item in fact]
+
+
+def _from_first(ranks: Json) -> Json:
+    return [rank - ranks[0] for rank in ranks] if isinstance(ranks, list | tuple) else ranks
 
 
 def _encode(value: Any, depth: int = _MAX_DEPTH) -> Json:

@@ -41,6 +41,7 @@ Grammar of an encoded literal::
             | ["slice", literal, literal, literal] | ["range", int, int, int] | ["enum", "module:Class", name]
             | ["type", "module:Class"] | ["function", "module:name", digest] | ["module", name] | ["op", name]
             | ["plain", "module:Class", repr]    a path, a date, a pattern
+            | ["typing", "module:Class", text | literal...]    a type variable, a parametrized type and its arguments
             | ["group", [number...], rank, size] a process group, and this process's rank in it
             | ["mesh", device, [number...], [literal...] names, [literal...] groups]    a device mesh, flattened
             | ["sharding", literal mesh, [text...] placements, [size...], [[number...]...]]    a DTensor's sharding
@@ -89,7 +90,6 @@ Json = Any
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-_GROUP_LENGTH, _MESH_LENGTH = 4, 5
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CONTAINERS: dict[Any, str] = {tuple: "t", list: "l", torch.Size: "size"}
 
@@ -181,6 +181,9 @@ def _object(value: Any) -> Json:
     text = plain_text(value)
     if text is not None:
         return ["plain", qualified_name(type(value)), text]
+    annotation = _annotation(value)
+    if annotation is not None:
+        return annotation
     wrapped = getattr(value, "__wrapped__", None)
     if wrapped is not None and callable(value):
         return ["function", qualified_name(wrapped), code_digest(getattr(wrapped, "__func__", wrapped))]
@@ -188,6 +191,16 @@ def _object(value: Any) -> Json:
     raise NoRuleError(msg, actual=qualified_name(type(value)))
 
 
+def _annotation(value: Any) -> Json:
+    if type(value).__module__ not in _OF_ANNOTATIONS:
+        return None
+    from cgtool.guards.annotations import encode_annotation  # imported lazily: few guards are on annotations
+
+    return encode_annotation(value, encode_literal)
+
+
+#: Modules with the classes of annotations, such as `list[int]` and type variables.
+_OF_ANNOTATIONS = frozenset({"typing", "typing_extensions", "types", "collections.abc"})
 #: The class of `typing.Union`, `typing.ClassVar` and the like, which are named singletons.
 _SPECIAL_FORM = type(typing.ClassVar)
 #: NumPy arrays of up to this many elements are encoded in full, longer ones as a digest.
@@ -210,23 +223,6 @@ def _builtin_name(value: Any) -> str:
         return f"{canonical_module_name(owner.__module__)}:{owner.__qualname__}.{value.__name__}"
     module = getattr(value, "__module__", None) or (owner.__name__ if isinstance(owner, types.ModuleType) else "")
     return f"{module}:{value.__name__}"
-
-
-def without_rank(fact: Json) -> Json:
-    """Return a guard's expected value without this process's rank, so that all ranks of a model agree on it."""
-    if isinstance(fact, dict):
-        return {name: without_rank(item) for name, item in fact.items() if name != "rank" or "world_size" not in fact}
-    if not isinstance(fact, list | tuple):
-        return fact
-    if len(fact) == _GROUP_LENGTH and fact[0] == "group":
-        return [fact[0], _from_first(fact[1]), fact[3]]
-    if len(fact) == _MESH_LENGTH and fact[0] == "mesh":
-        return [*fact[:2], _from_first(fact[2]), *map(without_rank, fact[3:])]
-    return [without_rank(item) for item in fact]
-
-
-def _from_first(ranks: Json) -> Json:
-    return [rank - ranks[0] for rank in ranks] if isinstance(ranks, list | tuple) else ranks
 
 
 def describe(kind: str, value: Any) -> Json:

@@ -65,6 +65,9 @@ def _spell(literal: Json) -> str:
         return f"{rest[0]} mesh {'_'.join(rest[2])} of the ranks {rest[1]} in {', '.join(map(_spell, rest[3]))}"
     if tag == "sharding":
         return f"{rest[2]} placed as {', '.join(rest[1])} on the {_spell(rest[0])}"
+    if tag == "typing":
+        head = rest[1] if isinstance(rest[1], str) else _spell(rest[1]).rpartition(" ")[2]
+        return f"{head}[{', '.join(map(_spell, rest[2:]))}]" if rest[2:] else head
     return " ".join(map(str, rest)) or "..."
 
 

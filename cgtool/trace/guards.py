@@ -24,7 +24,7 @@ from cgtool.guards.sources import OF_CALL, PARTS, Roots
 from cgtool.plan.records import Guard, source_words
 from cgtool.trace import _torch as private
 from cgtool.trace.objects import has_identity
-from cgtool.trace.sources import WARNINGS_SHOWN, Frame, UnknownSourceError, source_text, variable_of
+from cgtool.trace.sources import FILLED_AT_FIRST_USE, Frame, UnknownSourceError, source_text, variable_of
 
 #: Dynamo's guards that the plan implies otherwise, and how.
 _IMPLIED = {
@@ -49,10 +49,6 @@ _NAMED_TUPLE = re.compile(r"G\['___unnamed_scope_\w+'\](\['_tuple_new'\](\.__sel
 #: Dynamo to check them.
 _DYNAMO_CODE = re.compile(r"(global|module):torch\._dynamo\b")
 
-#: Registries that transformers fills per model class at the first instance, and torch with the warnings it has shown.
-_REGISTRY = re.compile(
-    rf"global:transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY\b|{re.escape(WARNINGS_SHOWN)}\b"
-)
 #: The cache in which an enum flag keeps the combinations created so far.
 _FLAG_CACHE = re.compile(r"\._value2member_map_\b")
 #: The parts of itself that a path caches on demand.
@@ -169,7 +165,7 @@ class GuardRecorder:
         if private.is_of_numpy(entry.orig_guard.originating_source):
             return  # the graph contains the array, see `cgtool.trace.public_ops`
         text = source_text(entry.orig_guard.originating_source, self.frame())
-        if any(pattern.match(text) for pattern in (_DYNAMO_CODE, _REGISTRY, _SET_BY_DYNAMO)):
+        if any(pattern.match(text) for pattern in (_DYNAMO_CODE, FILLED_AT_FIRST_USE, _SET_BY_DYNAMO)):
             return
         if self._guard_owner_of_cache(text) or self._is_dtensor_requires_grad(text):
             return

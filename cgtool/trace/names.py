@@ -29,10 +29,22 @@ _ENUMERATORS = frozenset(
 )
 #: Names by which code compares identities, besides `is`, `in` and sets.
 _IDENTITY = frozenset({"id", "is_", "is_not", "contains", "set", "frozenset", "fromkeys", "index", "count", "remove"})
-#: The path of a checkpoint: transformers keeps it in its configs, and computes nothing from it.
-PLACE = frozenset({"name_or_path", "_name_or_path"})
-#: Registries to which transformers adds model and output classes at their first use; they follow from the classes.
-_REGISTRIES = frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"})
+#: What libraries keep in their configs and compute nothing from: the path of a checkpoint, and in diffusers the
+#: arguments that were left at their defaults, in an order that differs between processes.
+_RECORDS = {
+    "transformers": frozenset({"name_or_path", "_name_or_path"}),
+    "diffusers": frozenset({"_name_or_path", "_use_default_values"}),
+}
+#: Tables that libraries fill at their first use with what follows from classes: transformers' classes of models and
+#: outputs, and einops' backend for each class of tensors.
+_TABLES = {
+    "transformers": frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"}),
+    "einops": frozenset({"_type2backend", "_loaded_backends"}),
+}
+#: The names in code of a library that do not count.
+_IGNORED = {
+    package: _RECORDS.get(package, frozenset()) | _TABLES.get(package, frozenset()) for package in _RECORDS | _TABLES
+}
 #: Methods of a metaclass that run only while a class is created or changed, which a trace must not do.
 _CLASS_CREATION = frozenset({"__prepare__", "__new__", "__init__", "__setattr__", "__delattr__"})
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"})
@@ -70,16 +82,23 @@ def _names_in_strings(code: types.CodeType) -> set[str]:
 def _names_of(code: types.CodeType) -> set[str]:
     found = set(code.co_names) | _names_in_strings(code)
     found |= names_in(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    if not found.isdisjoint(PLACE | _REGISTRIES) and _is_transformers(code.co_filename):
-        found -= PLACE | _REGISTRIES
+    for package, ignored in _IGNORED.items():
+        if not found.isdisjoint(ignored) and _is_of(package, code.co_filename):
+            found -= ignored
     if code is inspect.unwrap.__code__:  # reads it only to bound a loop, and Inductor raises the process's limit
         found.discard("getrecursionlimit")
     return found
 
 
-def _is_transformers(file: str) -> bool:
-    package = getattr(sys.modules.get("transformers"), "__file__", None)
-    return package is not None and file.startswith(f"{Path(package).parent}/")
+def _is_of(package: str, file: str) -> bool:
+    init = getattr(sys.modules.get(package), "__file__", None)
+    return init is not None and file.startswith(f"{Path(init).parent}/")
+
+
+def records_of(cls: type) -> frozenset[str]:
+    """Return the names under which a library's config of this class keeps what nothing is computed from."""
+    packages = {owner.__module__.partition(".")[0] for owner in cls.__mro__}
+    return frozenset().union(*(records for package, records in _RECORDS.items() if package in packages))
 
 
 def _strings(constants: Iterable[Any]) -> Iterator[str]:

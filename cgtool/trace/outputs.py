@@ -32,7 +32,7 @@ _ODD_SIZE = 1_000_000_007
 #: The first marker for numbers that Dynamo reads from a zero-dimensional tensor; exact as float64.
 _NUMBER_MARK = 0x0F_6367_746F_0000
 #: Tags of literals that can be compared, but not rebuilt.
-_COMPARED = ("array", "function", "group", "mesh", "module", "op", "plain", "union")
+_COMPARED = ("array", "function", "group", "mesh", "module", "op", "plain", "typing", "union")
 
 
 def mark_outputs(outputs: Sequence[Any]) -> list[Any]:

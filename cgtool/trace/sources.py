@@ -23,8 +23,12 @@ _IMPORT = "__import_"
 _HOOKS = re.compile(r"_hooks(_with_kwargs|_always_called)?$")
 #: A global that Dynamo creates for an object without a name in the frame: its id and the number of the trace.
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
-#: The set in which flex attention keeps the warnings that it has shown in this process.
-WARNINGS_SHOWN = "global:torch.nn.attention.flex_attention:_WARNINGS_SHOWN"
+#: Tables that are filled at their first use with what follows from classes and versions: the warnings that torch has
+#: shown, transformers' models with recorded outputs, and einops' backend for each class of tensors.
+FILLED_AT_FIRST_USE = re.compile(
+    r"global:(torch\.nn\.attention\.flex_attention:_WARNINGS_SHOWN|einops\._backends:(_type2backend|_loaded_backends)"
+    r"|transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY)\b"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ from cgtool.plan.grammar import digest_of
 from cgtool.plan.pieces import Json
 from cgtool.plan.records import Guard
 from cgtool.trace.closure import is_covered_by_versions, is_installed, module_of, modules_by_file
-from cgtool.trace.names import PLACE, called_by_python, enumerates, globals_in, names_in, never_traced
+from cgtool.trace.names import called_by_python, enumerates, globals_in, names_in, never_traced, records_of
 from cgtool.trace.objects import has_identity, is_computed, is_held, is_of_call, is_skipped_module
 from cgtool.trace.variables_read import refuse_alias
 
@@ -209,10 +209,11 @@ class _Walk:
             self._look(*self.pending.popleft())
 
     def touched(self) -> Touched:
+        routines = (value for _, value in self.objects.values() if inspect.isroutine(value))
         return Touched(
             guards=(*self.guards.values(), *self._identities(), *self._registrations()),
             classes=tuple(self.classes),
-            names=self.names | {value.__name__ for _, value in self.objects.values() if inspect.isroutine(value)},
+            names=self.names | {value.__name__ for value in routines if hasattr(value, "__name__")},
             objects={source: value for source, value in self.objects.values() if has_identity(value)},
         )
 
@@ -292,8 +293,9 @@ class _Walk:
         if self.enumerates and not isinstance(value, nn.Module):
             present = describe("attributes", value)
             self.add(source, "attributes", present)
+        ignored = records_of(cls) - self.names
         for name in present:
-            if name in PLACE - self.names and any(c.__module__.startswith("transformers.") for c in cls.__mro__):
+            if name in ignored:
                 continue
             if _NAME.fullmatch(name) and name not in _BOOKKEEPING and not is_computed(cls, name):
                 try:
@@ -317,7 +319,10 @@ class _Walk:
             self.add(source, "keys", describe("keys", value))
         except NoRuleError:
             self.add(source, "length", describe("length", value))
+        ignored = records_of(type(value)) - self.names
         for index, (key, held) in enumerate(list(zip(stored_keys(value), stored_values(value), strict=True))):
+            if isinstance(key, str) and key in ignored:
+                continue
             # A subclass that overrides `__getitem__` may return something else than the stored value.
             named = type(key) in (str, int) and type(value).__getitem__ is dict.__getitem__
             step = f"[{json.dumps(key)}]" if named else f"|values[{index}]"

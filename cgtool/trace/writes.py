@@ -25,7 +25,7 @@ from cgtool.plan.records import Guard, Settled
 from cgtool.trace import _torch as private
 from cgtool.trace.breaks import line_of
 from cgtool.trace.kept import can_keep, without_names
-from cgtool.trace.sources import WARNINGS_SHOWN, Frame, source_text
+from cgtool.trace.sources import FILLED_AT_FIRST_USE, Frame, source_text
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 
@@ -65,7 +65,7 @@ def writes_of(output: Any, frame: Frame, inputs: Mapping[str, Any]) -> Writes:
     for variable, differs in private.written_existing(output):
         name = _name_of(variable, frame)
         found.written += [f"{name}.{attribute}" for attribute in private.written_attributes(output, variable)]
-        if not differs or name == WARNINGS_SHOWN or _is_as_before(variable, name, frame):
+        if not differs or FILLED_AT_FIRST_USE.match(name) or _is_as_before(variable, name, frame):
             continue
         owner, _, last = name.rpartition(".")
         is_dict = last in PARTS

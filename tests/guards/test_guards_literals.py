@@ -7,6 +7,7 @@ import enum
 import functools
 import json
 import math
+import typing
 
 import pytest
 from hypothesis import given, settings
@@ -180,6 +181,27 @@ class Text(str):
 def test_a_value_without_a_rule_is_reported(value):
     with pytest.raises(NoRuleError, match=r"A value of type .* cannot be encoded as data"):
         encode_literal(value)
+
+
+ITEM = typing.TypeVar("ITEM")
+ANNOTATIONS = {
+    "test_guards_literals:ITEM": ITEM,
+    "test_guards_literals:UserId": typing.NewType("UserId", int),
+    "builtins:list": typing.List,  # noqa: UP006 - an alias of its own
+    "builtins:list[builtins:int]": list[int],
+    "builtins:dict[builtins:int, test_guards_literals:ITEM]": dict[int, ITEM],
+    "typing.Literal['a', 1]": typing.Literal["a", 1],
+    "collections.abc:Callable[[builtins:int], builtins:str]": typing.Callable[[int], str],
+    "typing:Annotated[builtins:int, 'rows']": typing.Annotated[int, "rows"],
+    "Later": typing.ForwardRef("Later"),
+}
+
+
+def test_annotations_are_encoded_with_their_arguments():
+    data = {text: encode_literal(value) for text, value in ANNOTATIONS.items()}
+    assert {text: spell(literal) for text, literal in data.items()} == {text: text for text in ANNOTATIONS}
+    assert encode_literal(list[int]) != encode_literal(typing.List[int])  # noqa: UP006 - as above
+    assert encode_literal(tuple[ITEM, ...]) == encode_literal(tuple[ITEM, ...])
 
 
 def test_literals_are_rendered_as_python():

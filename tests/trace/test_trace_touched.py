@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import sys
 import types
@@ -204,6 +206,19 @@ def test_a_dict_with_computed_items_is_guarded_by_its_stored_items(tmp_path, mon
     monkeypatch.setitem(MAKERS, "silu", nn.GELU)
     with pytest.raises(CacheMissError, match="MAKERS"):
         cgtool.load(model, cache_dir=tmp_path)
+
+
+doubled = functools.lru_cache(functools.partial(operator.mul, 2.0))  # a routine without a name
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return x if doubled is None else x * 2.0
+
+
+def test_a_routine_without_a_name_may_be_named(tmp_path):
+    model, x = Doubling(), torch.ones(2)
+    agree(served(tmp_path, model, x), model, x)
 
 
 class Importing(dict):
