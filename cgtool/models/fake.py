@@ -48,8 +48,10 @@ def fake_arguments(value: Any, mode: FakeTensorMode, device: torch.device) -> An
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor like `tensor`; for a parameter, a parameter with the same `requires_grad`."""
-    if not isinstance(tensor, nn.Parameter):
-        return fake_like(mode, tensor, device)
+    """Return a fake tensor like `tensor`; an `nn.Parameter` or `nn.Buffer` for one."""
     with mode:
-        return nn.Parameter(fake_like(mode, tensor.detach(), device), requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake_like(mode, tensor.detach(), device), requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Buffer):
+            return nn.Buffer(fake_like(mode, tensor, device), persistent=tensor.persistent)
+    return fake_like(mode, tensor, device)

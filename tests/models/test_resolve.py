@@ -182,6 +182,14 @@ class TestWhatIsBuilt:
         make_fake(module, new_fake_mode(), torch.device("cpu"))
         assert not module._weights_have_changed()  # otherwise its first call would flatten them again, a side effect
 
+    def test_a_buffer_object_stays_one(self):
+        with torch.device("meta"):
+            module = nn.Module()
+            module.kept, module.dropped = nn.Buffer(torch.ones(4)), nn.Buffer(torch.ones(4), persistent=False)
+        make_fake(module, new_fake_mode(), torch.device("cpu"))
+        assert all(is_fake(tensor) and isinstance(tensor, nn.Buffer) for tensor in module.buffers())
+        assert list(module.state_dict()) == ["kept"]
+
     def test_output_of_the_users_code_goes_to_stderr(self, write, capsys):
         file = write("print('imported')\n" + dedent(GOOD) + "\ndef loud():\n    print('called')\n    return build()\n")
         resolve_model(f"{file}:loud")
