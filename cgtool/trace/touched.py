@@ -145,8 +145,8 @@ def _stdlib_globals(codes: Iterable[types.CodeType]) -> Iterator[tuple[str, Any]
 
 
 def _is_compiled(value: Any) -> bool:
-    """Return whether a value is a model compiled by cgtool."""
-    return type(value).__module__.startswith("cgtool.runtime.")
+    """Return whether a value is a model compiled by cgtool, and not a module of cgtool around a model or a function."""
+    return type(value).__module__.startswith("cgtool.runtime.") and not isinstance(value, nn.Module)
 
 
 class _Walk:
