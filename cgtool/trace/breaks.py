@@ -6,7 +6,6 @@ import contextlib
 import dis
 import inspect
 import linecache
-import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,8 +33,8 @@ _HINTS = (
     (r"nn\.Parameter\(\)", "Create parameters and modules when the model is built, not in forward."),
     (r"builtin|skipfiles|skip function|C/C\+\+|marked as skipped", f"Move the call out of forward, or {_WRAP}"),
 )
-#: What a trace enters when the model calls a model that is compiled already.
-_COMPILED_CALLS = f"{Path(__file__).parents[1] / 'runtime'}{os.sep}"
+#: The files that a trace enters when the model calls a model that is compiled already.
+_COMPILED_CALLS = frozenset(str(Path(__file__).parents[1] / "runtime" / name) for name in ("call.py", "otherwise.py"))
 _DEFAULT_HINT = f"Rewrite that line with tensor operations, or {_WRAP}"
 #: How Dynamo quotes an error of the model itself, which eager would raise too.
 _OWN_ERROR = re.compile(r"Dynamo failed to run FX node with fake tensors: .*?got (\w+)\([\"'](.*?)[\"']\)", re.DOTALL)
@@ -123,7 +122,7 @@ def _graph_break(error: Exception, method: Callable[..., Any]) -> TraceError:
     if raised is not None:
         text = ", ".join(_RAISED_TEXT.findall(raised[2])) or raised[2].strip("'\"")
         return _model_error(raised[1], text, error, method)
-    if any(file.startswith(_COMPILED_CALLS) for file, _, _ in _frames(error)):
+    if any(file in _COMPILED_CALLS for file, _, _ in _frames(error)):
         msg = (
             f"The model calls a model that cgtool has compiled already.{_user_line(error, method)}\nCompile the whole "
             "with the original module in its place, or call the compiled parts one after the other."

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cgtool.guards.code import is_platform_code
+from cgtool.trace.sources import TABLES
 
 #: Longer strings are prose and not searched for names.
 _MAX_LENGTH = 80
@@ -35,15 +36,10 @@ _RECORDS = {
     "transformers": frozenset({"name_or_path", "_name_or_path"}),
     "diffusers": frozenset({"_name_or_path", "_use_default_values"}),
 }
-#: Tables that libraries fill at their first use with what follows from classes: transformers' classes of models and
-#: outputs, and einops' backend for each class of tensors.
-_TABLES = {
-    "transformers": frozenset({"_CAN_RECORD_REGISTRY", "_registered_model_output_types"}),
-    "einops": frozenset({"_type2backend", "_loaded_backends"}),
-}
-#: The names in code of a library that do not count.
+#: The names in code of a library that do not count: of its records, and of the tables that it fills at their first use.
 _IGNORED = {
-    package: _RECORDS.get(package, frozenset()) | _TABLES.get(package, frozenset()) for package in _RECORDS | _TABLES
+    package: _RECORDS.get(package, frozenset()) | {name for module, name in TABLES if module.startswith(f"{package}.")}
+    for package in ("transformers", "diffusers", "einops")
 }
 #: Methods of a metaclass that run only while a class is created or changed, which a trace must not do.
 _CLASS_CREATION = frozenset({"__prepare__", "__new__", "__init__", "__setattr__", "__delattr__"})
@@ -156,9 +152,8 @@ def _is_never_traced(cls: type, name: str, member: Any, names: Collection[str]) 
         return True
     if not issubclass(cls, type) or _creates_classes(cls, name):
         return False
-    is_method = isinstance(member, (types.FunctionType, staticmethod, classmethod))
-    if is_method:
-        return name.startswith("__") and (name != "__dir__" or "dir" in names)
+    if isinstance(member, (types.FunctionType, staticmethod, classmethod)):
+        return name.startswith("__")
     return name in names  # a property of the class
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cgtool.errors import TraceError
-from cgtool.guards.code import holds
+from cgtool.guards.code import instance_dict
 from cgtool.guards.kinds import NoRuleError, encode_literal
 from cgtool.guards.sources import find_qualified, qualified_name
 from cgtool.plan.pieces import Json, TensorMeta
@@ -209,7 +209,7 @@ def _refuse_extra_attributes(value: Any, path: str) -> None:
     """Refuse a value with attributes that rebuilding it from its fields would not set."""
     kind = type(value)
     is_rebuilt = dataclasses.is_dataclass(kind) or kind is OrderedDict or hasattr(kind, "_fields")
-    attributes = list(vars(value)) if is_rebuilt and holds(value, "__dict__") else []
+    attributes = list(instance_dict(value)) if is_rebuilt else []
     expected = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     for owner in kind.__mro__:
         code = getattr(vars(owner).get("__post_init__"), "__code__", None)

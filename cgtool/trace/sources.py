@@ -24,11 +24,15 @@ _HOOKS = re.compile(r"_hooks(_with_kwargs|_always_called)?$")
 #: A global that Dynamo creates for an object without a name in the frame: its id and the number of the trace.
 _BY_ID = re.compile(r"_(\d+)_c\w+", re.ASCII)
 #: Tables that are filled at their first use with what follows from classes and versions: the warnings that torch has
-#: shown, transformers' models with recorded outputs, and einops' backend for each class of tensors.
-FILLED_AT_FIRST_USE = re.compile(
-    r"global:(torch\.nn\.attention\.flex_attention:_WARNINGS_SHOWN|einops\._backends:(_type2backend|_loaded_backends)"
-    r"|transformers\.utils\.output_capturing:_CAN_RECORD_REGISTRY)\b"
+#: shown, transformers' classes of models and outputs, and einops' backend for each class of tensors.
+TABLES = (
+    ("torch.nn.attention.flex_attention", "_WARNINGS_SHOWN"),
+    ("transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"),
+    ("transformers.utils.generic", "_registered_model_output_types"),
+    ("einops._backends", "_type2backend"),
+    ("einops._backends", "_loaded_backends"),
 )
+FILLED_AT_FIRST_USE = re.compile("|".join(re.escape(f"global:{module}:{name}") + r"\b" for module, name in TABLES))
 
 
 @dataclass(frozen=True, kw_only=True)

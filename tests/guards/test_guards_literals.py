@@ -187,7 +187,7 @@ ITEM = typing.TypeVar("ITEM")
 ANNOTATIONS = {
     "test_guards_literals:ITEM": ITEM,
     "test_guards_literals:UserId": typing.NewType("UserId", int),
-    "builtins:list": typing.List,  # noqa: UP006 - an alias of its own
+    "builtins:list": typing.List,  # noqa: UP006 - not the class `list`
     "builtins:list[builtins:int]": list[int],
     "builtins:dict[builtins:int, test_guards_literals:ITEM]": dict[int, ITEM],
     "typing.Literal['a', 1]": typing.Literal["a", 1],
@@ -200,7 +200,7 @@ ANNOTATIONS = {
 def test_annotations_are_encoded_with_their_arguments():
     data = {text: encode_literal(value) for text, value in ANNOTATIONS.items()}
     assert {text: spell(literal) for text, literal in data.items()} == {text: text for text in ANNOTATIONS}
-    assert encode_literal(list[int]) != encode_literal(typing.List[int])  # noqa: UP006 - as above
+    assert encode_literal(list[int]) != encode_literal(typing.List[int])  # noqa: UP006 - not `list[int]`
     assert encode_literal(tuple[ITEM, ...]) == encode_literal(tuple[ITEM, ...])
 
 

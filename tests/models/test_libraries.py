@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
 
-import torch  # noqa: E402
-from einops import einsum, rearrange, reduce  # noqa: E402
-from einops.layers.torch import Rearrange  # noqa: E402
-from torch import nn  # noqa: E402
+import diffusers
+import torch
+from einops import einsum, rearrange, reduce
+from einops.layers.torch import Rearrange
+from torch import nn
 
-import cgtool  # noqa: E402
+import cgtool
 
 pytestmark = pytest.mark.torch
 

@@ -214,6 +214,17 @@ CLASSES = {
         live="home.Meta.gain = 3.0",
         names="gain|Meta|other",
     ),
+    "property_of_metaclass": Feature(
+        head=(
+            "GAIN = 2.0\n\nclass Meta(type):\n    @property\n    def gain(cls):\n        return GAIN\n\n"
+            "class Other(metaclass=Meta):\n    pass\n"
+        ),
+        body="other = Other",
+        probe="it.other.gain",
+        edit=("GAIN = 2.0", "GAIN = 3.0"),
+        live="home.GAIN = 3.0",
+        names="gain|GAIN|Meta|other",
+    ),
     "dataclass_default": Feature(
         head="import dataclasses",
         decorator="@dataclasses.dataclass",
